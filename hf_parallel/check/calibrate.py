@@ -97,27 +97,7 @@ def _measure(device: torch.device, group: dist.ProcessGroup, count: int) -> Meas
     """Measure what this process reaches beside the others of its group."""
     on_cpu = device.type == "cpu"
     sizes, buffer, parameters, payloads = _ON_CPU if on_cpu else _ON_GPU
-
-    def best(call: Callable[[], object], calls: int | None = None) -> float:
-        dist.barrier(group)
-        return measure_best_seconds(call, device, calls)
-
-    def typical(call: Callable[[], object], calls: int = _COLLECTIVES) -> float:
-        """Return the median of calls that begin at once on all ranks: of collectives and steps none is undisturbed."""
-        call()
-        seconds = []
-        for _ in range(calls):
-            dist.barrier(group)
-            began = time.perf_counter()
-            call()
-            synchronize(device)
-            seconds.append(time.perf_counter() - began)
-        return statistics.median(seconds)
-
-    def measure_steps(layers: int, rows: int, tokens: int, steps: int) -> tuple[dict[str, int], int, int, float]:
-        call = _make_step_probe(device, group, layers, rows, tokens)
-        return {**_PROBE, "layers": layers}, rows, tokens, typical(call, steps) if on_cpu else best(call)
-
+    best, typical = (functools.partial(of, device, group) for of in (_measure_best_seconds, _measure_typical_seconds))
     products = [
         (name, *own, best(_make_product_probe(device, dtype, *own)))
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
@@ -133,13 +113,18 @@ def _measure(device: torch.device, group: dist.ProcessGroup, count: int) -> Meas
     if device.type != "cpu":
         host = torch.empty(buffer // 4, pin_memory=True)
         copy = buffer / best(lambda: a.copy_(host, non_blocking=True))
-    probes = [measure_steps(*own) for own in (_PROBED if on_cpu else _PROBED[:2])]  # of a GPU only its host shows
+    start = torch.ones(8, device=device, requires_grad=True)
+    probes = []
+    for layers, rows, tokens, steps in _PROBED if on_cpu else _PROBED[:2]:  # of a GPU only its host shows
+        measure = functools.partial(typical, calls=steps) if on_cpu else best
+        took = measure(_make_step_probe(device, group, layers, rows, tokens))
+        probes.append(({**_PROBE, "layers": layers}, rows, tokens, took))
     return Measured(
         products=products,
         odd=max(1.0, odd),
         attention=_make_attention_probe(device, best),
         bandwidth=3 * buffer / moved,
-        kernel_us=best(_make_launch_probe(device)) / (2 * _CHAIN) * 1e6,
+        kernel_us=best(functools.partial(_launch_chain, start)) / (2 * _CHAIN) * 1e6,
         update_bytes=40 * parameters / best(_make_update_probe(device, parameters)),
         all_reduce=[(size, best(_make_all_reduce_probe(device, group, size), _COLLECTIVES)) for size in payloads]
         if count > 1
@@ -154,12 +139,15 @@ def _measure(device: torch.device, group: dist.ProcessGroup, count: int) -> Meas
     )
 
 
-def measure_best_seconds(call: Callable[[], object], device: torch.device, wanted: int | None = None) -> float:
+def _measure_best_seconds(
+    device: torch.device, group: dist.ProcessGroup, call: Callable[[], object], wanted: int | None = None
+) -> float:
     """Return the shortest of several calls: what else the machine does only makes them longer.
 
     Args:
         wanted: how many calls, for collectives, which all ranks call as often; default: as many as there is time for.
     """
+    dist.barrier(group)
     call()
     synchronize(device)
     shortest, calls, end = float("inf"), 0, time.perf_counter() + _BUDGET_S
@@ -169,6 +157,21 @@ def measure_best_seconds(call: Callable[[], object], device: torch.device, wante
         synchronize(device)
         shortest, calls = min(shortest, time.perf_counter() - began), calls + 1
     return shortest
+
+
+def _measure_typical_seconds(
+    device: torch.device, group: dist.ProcessGroup, call: Callable[[], object], calls: int = _COLLECTIVES
+) -> float:
+    """Return the median of calls that begin at once on all ranks: of collectives and steps none is undisturbed."""
+    call()
+    seconds = []
+    for _ in range(calls):
+        dist.barrier(group)
+        began = time.perf_counter()
+        call()
+        synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
 
 
 def _make_product_probe(device: torch.device, dtype: torch.dtype, m: int, n: int, k: int) -> Callable[[], object]:
@@ -188,17 +191,12 @@ def _make_attention_probe(device: torch.device, best: Callable) -> tuple[int, in
     return rows, heads, width, tokens, best(forward), backward
 
 
-def _make_launch_probe(device: torch.device) -> Callable[[], object]:
-    """A chain of kernels forward, and as many backward."""
-    start = torch.ones(8, device=device, requires_grad=True)
-
-    def run() -> None:
-        value = start
-        for _ in range(_CHAIN):
-            value = value * 1.0
-        value.sum().backward()
-
-    return run
+def _launch_chain(start: torch.Tensor) -> None:
+    """Launch a chain of kernels forward, and as many backward."""
+    value = start
+    for _ in range(_CHAIN):
+        value = value * 1.0
+    value.sum().backward()
 
 
 def _make_update_probe(device: torch.device, parameters: int) -> Callable[[], object]:

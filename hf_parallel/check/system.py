@@ -49,11 +49,16 @@ def make_system_rows(ranks: list[Facts]) -> Iterator[Row]:
     first = ranks[0]
     shown = [f"{name} {first[name]}" for name in ("python", *_LIBRARIES, "cuda", "nccl") if first.get(name)]
     yield Row("system", "versions", ", ".join(shown), values=dict(first))
-    for name in _MUST_AGREE:
-        yield from _find_unlike_ranks(ranks, name, "the same on all ranks", FAILED)
-    yield from _find_unlike_ranks(
-        ranks, "device", "a layout waits for the slowest kind: compare with the fast ones alone", NOTE
-    )
+    for name in (*_MUST_AGREE, "device"):
+        holders: dict[object, list[int]] = {}
+        for number, rank in enumerate(ranks):
+            holders.setdefault(rank.get(name), []).append(number)
+        if len(holders) > 1:
+            expected, status = "the same on all ranks", FAILED
+            if name == "device":
+                expected, status = "a layout waits for the slowest kind: compare with the fast ones alone", NOTE
+            text = "; ".join(f"{value or 'none'} on {format_ranks(numbers)}" for value, numbers in holders.items())
+            yield Row("system", name, text, expected, status)
     hosts = len({rank["host"] for rank in ranks})
     kinds = Counter[str]()
     for rank in ranks:  # cards of one kind read alike, though drivers report some MiB more or less
@@ -77,16 +82,6 @@ def make_system_rows(ranks: list[Facts]) -> Iterator[Row]:
     text = " ".join(f"{name}={value}" for name, value in settings.items())
     text = text or "none of NCCL_*, GLOO_*, CUDA_* is set"
     yield Row("system", "environment", text, status=NOTE, values=settings)
-
-
-def _find_unlike_ranks(ranks: list[Facts], name: str, expected: str, status: str) -> Iterator[Row]:
-    """Yield a row if ranks differ in a fact."""
-    holders: dict[object, list[int]] = {}
-    for number, rank in enumerate(ranks):
-        holders.setdefault(rank.get(name), []).append(number)
-    if len(holders) > 1:
-        shown = "; ".join(f"{value or 'none'} on {format_ranks(numbers)}" for value, numbers in holders.items())
-        yield Row("system", name, shown, expected, status)
 
 
 def is_device_shared(ranks: list[Facts]) -> bool:

@@ -327,15 +327,6 @@ def count_routed_again(block: Block, hidden: int, layout: Layout, job: Job) -> f
     return copies * _count_routed_bytes(block, hidden, layout, job) + beside * stream
 
 
-def count_after_experts(block: Block, hidden: int, layout: Layout, job: Job) -> float:
-    """Return the bytes per token beyond those of a layer without checkpointing, as all of its experts have gradients.
-
-    What was between their halves is gone, but for the gradient of the first half.
-    """
-    first = (2 if block.gated else 1) * job.width * block.inner / layout.tp
-    return first - count_wide_bytes(block, hidden, layout, job)
-
-
 def _count_products_of_adapters(block: Block, layout: Layout, job: Job) -> float:
     """Count outputs of adapters that are kept: of each A, and of each B that is not wide (`recompute.py`).
 

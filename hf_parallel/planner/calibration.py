@@ -145,29 +145,22 @@ def calibrate_cluster_here(cluster: Cluster, found: Calibration | None) -> Clust
         # Latency and bandwidth of the planner's ring, fitted to an all-reduce of a small and of a large tensor.
         (_, small), (size, large) = points[0], points[-1]
         bandwidth = size * ring_factor("all_reduce", count) / max(large - small, large / 10)
-        steps = FACTORS["all_reduce"] * (count - 1)
-        kinds = _fit_collectives(measured, count)
-        inside = dataclasses.replace(inside, bandwidth=bandwidth, latency=small / steps, source=source, measured=kinds)
+        latency = small / (FACTORS["all_reduce"] * (count - 1))
+        kinds = list[tuple[str, float, float]]()  # each by itself: seconds per step of a ring, bytes per second
+        for name in dict.fromkeys(name for name, _, _ in measured.collectives):
+            (few, small), *_, (size, large) = ((size, s) for own, size, s in measured.collectives if own == name)
+            kind = name.split()[-1]
+            rate = (size - few) * ring_factor(kind, count) / max(large - small, large / 10)
+            kinds.append((name, small / (1 if kind == "p2p" else count - 1), rate))
+        inside = dataclasses.replace(
+            inside, bandwidth=bandwidth, latency=latency, source=source, measured=tuple(kinds)
+        )
     if gpu.name != "cpu":
         return _fit_host(dataclasses.replace(cluster, gpu=gpu, inside=inside), measured)
-    alone = min(1.0, _sum_probes(found.processes[1]) / _sum_probes(measured)) if 1 in found.processes else 1.0
+    took = {number: sum(probe[-1] for probe in one.probes or [one.probe]) for number, one in found.processes.items()}
+    alone = min(1.0, took[1] / took[count]) if 1 in took else 1.0
     fitted = dataclasses.replace(cluster, gpu=gpu, inside=inside, alone=alone)
     return _fit_layers(fitted, measured) if measured.probes else _fit_passes(fitted, measured)
-
-
-def _sum_probes(measured: Measured) -> float:
-    return sum(probe[-1] for probe in measured.probes or [measured.probe])
-
-
-def _fit_collectives(measured: Measured, count: int) -> tuple[tuple[str, float, float], ...]:
-    """Return each kind's seconds per step of a ring and bytes per second, from a small and a large tensor."""
-    found = []
-    for name in dict.fromkeys(name for name, _, _ in measured.collectives):
-        (few, small), *_, (size, large) = ((size, s) for own, size, s in measured.collectives if own == name)
-        kind = name.split()[-1]
-        bandwidth = (size - few) * ring_factor(kind, count) / max(large - small, large / 10)
-        found.append((name, small / (1 if kind == "p2p" else count - 1), bandwidth))
-    return tuple(found)
 
 
 def _fit_gpu(gpu: Gpu, measured: Measured, source: str) -> Gpu:

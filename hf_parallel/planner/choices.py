@@ -263,7 +263,7 @@ def try_layout(
     needed = needed if saves else _count_too_much(goal, stages, layout, job, hopeless)
     if needed is not None:
         return TooLarge(config, size, needed)
-    return _make_choice_of(config, predict_step(goal.shape, goal.cluster, layout, job))
+    return predict_choice(goal, config, size)
 
 
 def _count_too_much(goal: Goal, stages: tuple[Stage, ...], layout: Layout, job: Job, hopeless: float) -> float | None:
@@ -281,7 +281,10 @@ def _count_too_much(goal: Goal, stages: tuple[Stage, ...], layout: Layout, job: 
 def predict_choice(goal: Goal, config: ParallelConfig, size: int) -> Choice:
     """Predict a layout with micro-batches of `size` rows, whether it fits or not."""
     config, layout, job = _read_asked_layout(goal, config, size)
-    return _make_choice_of(config, predict_step(goal.shape, goal.cluster, layout, job))
+    prediction = predict_step(goal.shape, goal.cluster, layout, job)
+    if config.pp_size == 1:
+        return Choice(config, prediction, job.micro_batch, job.micro_batches)
+    return Choice(config, prediction, job.micro_batch * job.micro_batches_per_call, job.calls)
 
 
 def _read_asked_layout(goal: Goal, config: ParallelConfig, size: int) -> tuple[ParallelConfig, Layout, Job]:
@@ -290,13 +293,6 @@ def _read_asked_layout(goal: Goal, config: ParallelConfig, size: int) -> tuple[P
     if config.pp_size > 1:  # a pipeline gets all of a step in one call
         config = make_config(config, pipeline_microbatches=(goal.rows or share) // size)
     return config, to_layout(config, choose_context_of(config, goal, size)), to_job(goal, config, size, share // size)
-
-
-def _make_choice_of(config: ParallelConfig, prediction: Prediction) -> Choice:
-    job = prediction.job
-    if config.pp_size == 1:
-        return Choice(config, prediction, job.micro_batch, job.micro_batches)
-    return Choice(config, prediction, job.micro_batch * job.micro_batches_per_call, job.calls)
 
 
 def _compute_least_seconds(

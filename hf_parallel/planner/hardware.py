@@ -39,15 +39,6 @@ class Link:
     source: str = ""
     measured: tuple[tuple[str, float, float], ...] = ()
 
-    def find_measured(self, axis: str, kind: str) -> tuple[float, float] | None:
-        """Return seconds per step and bytes/s of an axis' own collectives, else of their kind, if measured."""
-        found = {name: (latency, bandwidth) for name, latency, bandwidth in self.measured}
-        return found.get(f"{axis} {kind}") or found.get(kind)
-
-    def has_measured(self, axis: str, kind: str) -> bool:
-        """Were an axis' own collectives of this kind measured, as it makes them?"""
-        return any(name == f"{axis} {kind}" for name, _, _ in self.measured)
-
 
 @dataclass(frozen=True)
 class Efficiency:
@@ -255,14 +246,6 @@ def _is_measured(value: object) -> bool:
     )
 
 
-def _is_two_counts(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(isinstance(n, int) and n >= 0 for n in value)
-
-
-def _is_peaks(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(k, str) and _is_number(peak) for k, peak in value.items())
-
-
 _NUMBER: _Kind = (_is_number, "a number above 0")
 _PART: _Kind = (lambda value: _is_number(value) or (value == 0 and value is not False), "a number, 0 or more")
 COUNT: _Kind = (lambda value: _is_number(value) and isinstance(value, int), "a whole number above 0")
@@ -271,20 +254,28 @@ ENTRY: _Kind = (lambda value: isinstance(value, (str, dict)), "a name of the cat
 FILE = {"gpu": ENTRY, "gpus": COUNT, "gpus_per_node": COUNT, "inside": ENTRY, "network": ENTRY, "alone": _NUMBER}
 _KINDS: _Kind = (_is_measured, "a list of kinds with microseconds and GB/s; [[all_gather, 300, 1.2]] works")
 _LINK = {"name": TEXT, "gb_s": _NUMBER, "latency_us": _PART, "source": TEXT, "measured": _KINDS}
+_PEAKS: _Kind = (
+    lambda value: isinstance(value, dict) and all(isinstance(k, str) and _is_number(n) for k, n in value.items()),
+    "a mapping of precisions to numbers above 0; {bf16: 989} works",
+)
+_TWO_COUNTS: _Kind = (
+    lambda value: isinstance(value, list) and len(value) == 2 and all(isinstance(n, int) and n >= 0 for n in value),
+    "two whole numbers; [9, 0] works",
+)
 _HOST = {"name": TEXT, **dict.fromkeys(("pcie_gb_s", "bandwidth_gb_s", "nvme_gb_s", "memory_gib"), _NUMBER)}
 _HOST |= {"source": TEXT}
 _EFFICIENCY = {field.name: _PART for field in dataclasses.fields(Efficiency)}
 _GPU: dict[str, _Kind] = {
     "like": TEXT,
     "name": TEXT,
-    "tflops": (_is_peaks, "a mapping of precisions to numbers above 0; {bf16: 989} works"),
+    "tflops": _PEAKS,
     "memory_gib": _NUMBER,
     "bandwidth": _NUMBER,
     "units": COUNT,
     "scale_up": TEXT,
     "scale_out": TEXT,
     "host": ENTRY,
-    "capability": (_is_two_counts, "two whole numbers; [9, 0] works"),
+    "capability": _TWO_COUNTS,
     "efficiency": (lambda value: isinstance(value, dict), "a mapping"),
     "source": TEXT,
 }

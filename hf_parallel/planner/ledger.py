@@ -114,7 +114,8 @@ def compute_transfer_seconds(kind: str, payload: float, group: Group) -> float:
     """Return the latency of each step of a ring, or of a tree if that is faster, plus bytes over bandwidth."""
     if group.size == 1:
         return 0.0
-    measured = group.link.find_measured(group.axis, kind)
+    known = {name: (latency, bandwidth) for name, latency, bandwidth in group.link.measured}
+    measured = known.get(f"{group.axis} {kind}") or known.get(kind)  # as the axis makes them, else bare
     if measured is not None:
         latency, bandwidth = measured
         rounds = 1 if kind == "p2p" else group.size - 1
@@ -234,9 +235,38 @@ def end_transfers(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> l
 
 
 def step_transfers(stages: list[Stage], layout: Layout, job: Job, cluster: Cluster) -> list[Transfer]:
-    """Return what the rank that holds `stages` sends once per step, or once per call of a pipeline's schedule."""
-    sends = _Sends(stages[0].shape.hidden, layout, job, cluster)
-    return _drop_empty_transfers(sends.whole_step(stages))
+    """Return what the rank that holds `stages` sends once per step, or once per call of a pipeline's schedule.
+
+    Gradients and updated weights of all parameters, as far as `_Sends.zero` does not send them. And what stages send:
+    activations and gradients to neighbours, the loss to all ranks, a tied embedding's gradient to both ends.
+    """
+    shape, cut = stages[0].shape, layout.tp_and_columns
+    sends = _Sends(shape.hidden, layout, job, cluster)
+    job, link, runs = sends.job, sends.links["pp"], sends.runs
+    counts = [block_count for stage in stages for block_count in stage.counts]
+    dense, _ = sends.stored_bytes(sum(stage.dense(*cut) for stage in stages), counts)
+    experts = sum(stage.experts(layout.expert_split) for stage in stages) * job.stored
+    adapters = sum(stage.adapters(job.lora, *cut) for stage in stages)
+    summed = ADAPTER_WIDTH * adapters if job.lora else dense * sends.widened
+    found = [*sends.once(dense + count_adapter_width(job) * adapters, summed, "zero")]
+    found += sends.once(experts, 0.0 if job.lora else experts * sends.widened, "experts")
+    count = count_remote_neighbours(stages) * job.micro_batches
+    found.append(Transfer("pp", "p2p", sends.boundary, count, link, "between stages", STEP, SCHEDULE))
+    copied = list_mirrored_stages(stages, layout, job)
+    for mine, what in ((stages, "weights to their mirror"), (copied, "gradients to their owner")) if copied else ():
+        if job.lora:
+            trained = count_adapter_width(job) * sum(stage.adapters(job.lora, *cut) for stage in mine)
+        else:
+            trained = sends.kept_width * sum(stage.dense(*cut) for stage in mine)
+        found.append(Transfer("pp", "p2p", trained, runs, link, what, STEP))
+    if job.habits.counts_ends:
+        found.append(Transfer("pp", "p2p", _LOSS_WIDTH * job.calls / runs, runs, link, "loss", STEP, SCHEDULE))
+        if shape.tied and len(stages) == 1 and (stages[0].is_first or stages[0].is_last):
+            shards = layout.shards if layout.zero_stage else 1
+            payload = shape.embedding_parameters * sends.kept_width / layout.tp / shards
+            both, what = dataclasses.replace(link, size=min(2, link.size)), "gradients of the tied embedding"
+            found.append(Transfer("pp", "all_reduce", payload, sends.reductions, both, what, STEP))
+    return _drop_empty_transfers(found)
 
 
 def count_regions(block: Block, layout: Layout) -> int:
@@ -318,8 +348,7 @@ class _Sends:
                 yield from self.around_products("all_gather", leaving, count, "gradients of outputs", BACKWARD)
                 yield self.tp("all_gather", self.product, count * self.regathers, inputs, BACKWARD, PRODUCTS)
         if on_grid:
-            yield from self.grid_regions(on_grid, of_layer)
-            yield from self.grid_products(block)
+            yield from self.grid_regions(block, on_grid, of_layer)
 
     def around_products(self, kind: str, payload: float, count: float, what: str, when: str) -> Iterator[Transfer]:
         """Yield what a region waits for, and the part of it that runs behind its products.
@@ -348,10 +377,11 @@ class _Sends:
         again_out = {"none": 0, "selective": 0 if keeps else 1, "full": full}[self.job.each_recomputed]
         return "inputs of attention and MLP", "outputs of attention and MLP", again_in, again_out
 
-    def grid_regions(self, count: int, of_layer: int) -> Iterator[Transfer]:
+    def grid_regions(self, block: Block, count: int, of_layer: int) -> Iterator[Transfer]:
         """Yield inputs and outputs of `count` regions on a grid of R x C ranks: all tokens with 1/C of their features.
 
-        Tokens go to their row's ranks by features, and these gather them over rows; and the way back.
+        Tokens go to their row's ranks by features, and these gather them over rows; and the way back. Inside a region
+        the grid's columns sum outputs of column layers, and gather inputs of row layers.
         """
         inputs, outputs, again_in, again_out = self.around_regions(count, of_layer)
         columns, own = self.layout.tp_columns, self.layout.tp
@@ -373,12 +403,9 @@ class _Sends:
         if self.layout.sequence_parallel:
             again = count * self.regathers
             yield self.tp("all_gather", self.product / columns, again, inputs, BACKWARD, PRODUCTS, "tp_row")
-
-    def grid_products(self, block: Block) -> Iterator[Transfer]:
-        """Yield what a grid's columns sum of column layers, and gather for row layers."""
         rows, share = self.tokens * self.job.width / self.layout.tp_rows, self.job.recomputed_share
         again_full = share * (self.job.each_recomputed == "full")
-        again = self.job.each_recomputed == "selective" or again_full
+        again_rows = self.job.each_recomputed == "selective" or again_full
         for matrix in block.matrices:
             if matrix.split == "column":
                 payload, what = rows * matrix.outputs, "sums over columns"
@@ -388,11 +415,11 @@ class _Sends:
             elif matrix.split == "row":
                 payload, what = rows * matrix.inputs, "inputs of row layers"
                 yield self.tp("all_gather", payload, matrix.count, what, axis="tp_col")
-                yield self.tp("all_gather", payload, matrix.count * again, what, BACKWARD, axis="tp_col")
+                yield self.tp("all_gather", payload, matrix.count * again_rows, what, BACKWARD, axis="tp_col")
                 yield self.tp("reduce_scatter", payload, matrix.count, what, BACKWARD, axis="tp_col")
                 regathers = matrix.count * (self.habits.regathers and not self.job.lora)
                 yield self.tp("all_gather", payload, regathers, what, BACKWARD, PRODUCTS, "tp_col")
-        yield from self.grid_heads(block, 1, again, 1)
+        yield from self.grid_heads(block, 1, again_rows, 1)
 
     def grid_heads(self, block: Block, forward: float, again: float, backward: float) -> Iterator[Transfer]:
         """Yield parts of keys and values to the ranks of one head, and of their gradients, so many times each."""
@@ -494,7 +521,8 @@ class _Sends:
             again = self.job.recomputed_share
             yield Transfer("cp", "all_to_all", inputs, again, heads, "queries, keys, values", BACKWARD)
         part, what, at_once = rows * keys / heads.size, "keys, values", self.layout.context == "allgather"
-        behind = EXPOSED if at_once or ring.link.has_measured("cp", "all_gather") else ATTENTION
+        waited = at_once or any(name == "cp all_gather" for name, _, _ in ring.link.measured)
+        behind = EXPOSED if waited else ATTENTION
         back = "reduce_scatter" if at_once else "all_gather"
         summed = part * max(4, self.job.width) / self.job.width if self.habits.fp32_keys else part
         yield Transfer("cp", "all_gather", part, 1, ring, what, FORWARD, behind)
@@ -593,45 +621,6 @@ class _Sends:
         part, replicas = gradients / (link.size if stage else 1), self.links["replicate"]
         rounds = self.job.micro_batches if self.layout.reduces_each else rounds
         yield Transfer("dp_replicate", "all_reduce", part, rounds, replicas, "gradients of replicas", STEP)
-
-    # ---- a step --------------------------------------------------------------------------------------------------
-
-    def whole_step(self, stages: list[Stage]) -> Iterator[Transfer]:
-        """Yield gradients and updated weights of all parameters, as far as `zero` does not send them.
-
-        And what stages send: activations and gradients to neighbours, the loss to all ranks, a tied embedding's
-        gradient to both ends.
-        """
-        counts = [block_count for stage in stages for block_count in stage.counts]
-        dense, _ = self.stored_bytes(sum(stage.dense(*self.layout.tp_and_columns) for stage in stages), counts)
-        experts = sum(stage.experts(self.layout.expert_split) for stage in stages) * self.job.stored
-        adapters = sum(stage.adapters(self.job.lora, *self.layout.tp_and_columns) for stage in stages)
-        summed = ADAPTER_WIDTH * adapters if self.job.lora else dense * self.widened
-        yield from self.once(dense + count_adapter_width(self.job) * adapters, summed, "zero")
-        yield from self.once(experts, 0.0 if self.job.lora else experts * self.widened, "experts")
-        shape, layout, link, runs = stages[0].shape, self.layout, self.links["pp"], self.runs
-        count = count_remote_neighbours(stages) * self.job.micro_batches
-        yield Transfer("pp", "p2p", self.boundary, count, link, "between stages", STEP, SCHEDULE)
-        copied = list_mirrored_stages(stages, layout, self.job)
-        if copied:
-            yield Transfer("pp", "p2p", self.trained_bytes(stages), runs, link, "weights to their mirror", STEP)
-            yield Transfer("pp", "p2p", self.trained_bytes(copied), runs, link, "gradients to their owner", STEP)
-        if self.habits.counts_ends:
-            yield Transfer("pp", "p2p", _LOSS_WIDTH * self.job.calls / runs, runs, link, "loss", STEP, SCHEDULE)
-            if shape.tied and len(stages) == 1 and (stages[0].is_first or stages[0].is_last):
-                shards = layout.shards if layout.zero_stage else 1
-                payload = shape.embedding_parameters * self.kept_width / layout.tp / shards
-                both = dataclasses.replace(link, size=min(2, link.size))
-                count = self.reductions
-                yield Transfer("pp", "all_reduce", payload, count, both, "gradients of the tied embedding", STEP)
-
-    def trained_bytes(self, stages: list[Stage]) -> float:
-        """Return the bytes of the weights of stages that train, as they rest."""
-        if self.job.lora:
-            return count_adapter_width(self.job) * sum(
-                stage.adapters(self.job.lora, *self.layout.tp_and_columns) for stage in stages
-            )
-        return self.kept_width * sum(stage.dense(*self.layout.tp_and_columns) for stage in stages)
 
 
 def compute_sending_seconds(hidden: int, layout: Layout, job: Job, cluster: Cluster) -> float:

@@ -23,7 +23,6 @@ from hf_parallel.planner.activations import (
     Moment,
     StageBytes,
     count_adapted_again,
-    count_after_experts,
     count_kept_bytes,
     count_lowered_parameters,
     count_offloaded_bytes,
@@ -122,9 +121,19 @@ def predict_fullest_rank(stages: tuple[Stage, ...], layout: Layout, job: Job, en
 
 
 def count_fewest_bytes(stages: tuple[Stage, ...], layout: Layout, job: Job) -> float:
-    """Return the bytes that the fullest rank needs whatever its micro-batches are, and however much it recomputes."""
-    kinds = dict.fromkeys(map(tuple, group_stages_by_rank(stages, layout)))  # few differ
-    return max(_Rank(list(mine), layout, job, 0).count_fewest() for mine in kinds)
+    """Return the bytes that the fullest rank needs whatever its micro-batches are, and however much it recomputes.
+
+    Activations are left out: in a schedule what is gathered counts, at its end a pipeline's whole gradients.
+    """
+    found = []
+    for mine in dict.fromkeys(map(tuple, group_stages_by_rank(stages, layout))):  # few differ
+        rank = _Rank(list(mine), layout, job, 0)
+        states, several = rank.states(), rank.gathers and rank.habits.fsdp2 and layout.pp > 1
+        at_end = sum(states.values()) + (sum(map(rank.count_gradients, rank.stages)) if several else 0.0)
+        beside = rank.count_gathered() + rank.count_lowered()
+        in_schedule = states["weights"] + states["optimizer"] + beside
+        found.append(max(at_end, in_schedule) + sum(rank.count_outside().values()))
+    return max(found)
 
 
 def find_fullest(memories: list[RankMemory]) -> RankMemory:
@@ -143,7 +152,7 @@ def rank_memory(stages: list[Stage], layout: Layout, job: Job, rank: int, enough
         if sum((kinds | outside).values()) > enough:
             break
     if mine.copied:
-        kinds["weights"] += _Rank(mine.copied, layout, job, rank)._states()["weights"]
+        kinds["weights"] += _Rank(mine.copied, layout, job, rank).states()["weights"]
     passing = kinds["activations"] + kinds["temporaries"] + kinds["gathered"]
     return RankMemory(rank, kinds | outside, FRAGMENTATION * passing)
 
@@ -152,8 +161,11 @@ def count_host_gib(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster:
     """Return the GiB of a node's memory that offloaded states and activations of its ranks take."""
     ranks = min(cluster.per_node, cluster.gpus)
     parameters = stages[0].shape.parameters / layout.tp / layout.pp / layout.shards
-    each = (_Rank(mine, layout, job, rank) for rank, mine in enumerate(group_stages_by_rank(stages, layout)))
-    kept = max(rank.activations_on_host() for rank in each) if job.activation_offload else 0.0
+    kept = 0.0
+    for number, mine in enumerate(group_stages_by_rank(stages, layout) if job.activation_offload else ()):
+        rank = _Rank(mine, layout, job, number)
+        live = count_live_forwards(layout, rank.job)[number]
+        kept = max(kept, max(map(rank.count_offloaded, mine)) * live)
     return ranks * (count_host_bytes(parameters, job) + kept) / GIB
 
 
@@ -185,13 +197,23 @@ class _Rank:
         self.in_place &= self.width == self.kept.stored and not parameters_rest(job.offload)
         self.summed = count_summed_width(job) if self.gathers else float(self.width)
         self.reshards = self.gathers and layout.zero_stage == 3 and (layout.pp == 1 or not self.habits.fsdp2)
-
-    @property
-    def trained(self) -> float:
-        """The bytes of another version of the weights that are trained, or of another sum of their gradients."""
-        if self.job.lora:
-            return ADAPTER_WIDTH * self.adapters
-        return self.kept.stored * (self.numbers + self.experts)
+        # Do gradients stay whole between micro-batches?
+        several = layout.pp > 1 or (job.micro_batches > 1 and not layout.reduces_each)
+        self.accumulates = self.habits.fsdp2 and several
+        # Does FSDP2 reduce a layer's gradients as soon as they are there, those of all its numbers?
+        self.reduces_each_layer = self.habits.fsdp2 and self.reshards and layout.pp == 1 and not self.accumulates
+        self.reduces_each_layer &= not job.lora and not job.activation_offload
+        # The errors that quantised gradients leave; of two hops, each keeps its own.
+        hops = 1 + (1 / layout.hierarchical_shard if layout.hierarchical_shard > 1 else 0.0)
+        self.lost = 4.0 * hops * (self.numbers + self.experts) * layout.gradient_error_feedback
+        # Are head and loss computed a chunk of tokens at a time, without logits beyond it?
+        fewest = compute_fewest_tokens(self.shape.hidden, not job.lora, job.width, layout.tp > 1)
+        self.lean = job.lean_loss and (layout.dp > 1 or self.tokens >= fewest)
+        head = 0 if job.lora else self.shape.head_outputs / layout.tp
+        self.gradients_of_loss = 4 * self.shape.hidden * (self.tokens + head)  # of hidden states and head, in fp32
+        # Is the loss of a split vocabulary computed some tokens at a time?
+        self.chunks = layout.tp > 1 and self.habits.loss_chunk > 0
+        self.vocabulary_parts = 1 if self.habits.whole_logits else layout.tp  # in which tp ranks hold the logits
 
     # ---- states --------------------------------------------------------------------------------------------------
 
@@ -204,15 +226,7 @@ class _Rank:
         outside = {"context": CONTEXT_GIB * GIB, "communication buffers": communication}
         return {**outside, "curvature": self.curvature()} if layout.fills_bubbles else outside
 
-    def count_fewest(self) -> float:
-        """Bytes without any activation: in a schedule what is gathered, at its end a pipeline's whole gradients."""
-        states, several = self._states(), self.gathers and self.habits.fsdp2 and self.layout.pp > 1
-        at_end = sum(states.values()) + (sum(map(self._count_gradients, self.stages)) if several else 0.0)
-        beside = self._count_gathered() + self._count_lowered()
-        in_schedule = states["weights"] + states["optimizer"] + beside
-        return max(at_end, in_schedule) + sum(self.count_outside().values())
-
-    def _states(self) -> dict[str, float]:
+    def states(self) -> dict[str, float]:
         """Weights, gradients after they are reduced, and what the optimizer keeps."""
         stage = 3 if self.habits.fsdp2 and self.layout.zero_stage else self.layout.zero_stage
         per, adapter = state_bytes(self.kept, self.layout.zero_stage), count_adapter_bytes(self.kept)
@@ -224,15 +238,10 @@ class _Rank:
         found = {kind: sum(states[kind] for states in each) for kind in each[0]}
         if per.weights:
             found["weights"] -= self.narrower * self.packed / (self.layout.shards if stage >= 3 else 1)
-        found["gradients"] += self._count_lost()
+        found["gradients"] += self.lost
         return found
 
-    def _count_lost(self) -> float:
-        """Return the bytes of the errors that quantised gradients leave; of two hops, each keeps its own."""
-        hops = 1 + (1 / self.layout.hierarchical_shard if self.layout.hierarchical_shard > 1 else 0.0)
-        return 4.0 * hops * (self.numbers + self.experts) * self.layout.gradient_error_feedback
-
-    def _count_gradients(self, stage: Stage) -> float:
+    def count_gradients(self, stage: Stage) -> float:
         """Whole gradients of a stage."""
         if self.job.lora:
             return ADAPTER_WIDTH * stage.adapters(self.job.lora, *self.layout.tp_and_columns)
@@ -247,19 +256,7 @@ class _Rank:
         own = min(gradients, self.kept.stored * self.experts) if self.alone else 0.0
         return own + self.summed / self.kept.stored * (gradients - own)
 
-    @property
-    def _reduces_each_layer(self) -> bool:
-        """Does FSDP2 reduce a layer's gradients as soon as they are there, those of all its numbers?"""
-        known = self.habits.fsdp2 and self.reshards and self.layout.pp == 1 and not self._accumulates
-        return known and not self.job.lora and not self.job.activation_offload
-
-    @property
-    def _accumulates(self) -> bool:
-        """Do gradients stay whole between micro-batches?"""
-        several = self.layout.pp > 1 or (self.job.micro_batches > 1 and not self.layout.reduces_each)
-        return self.habits.fsdp2 and several
-
-    def _count_gathered(self) -> float:
+    def count_gathered(self) -> float:
         """Whole weights: those of the layers at work and of the ends, or all."""
         if not self.gathers or self.in_place:
             return 0.0
@@ -308,7 +305,7 @@ class _Rank:
         yield self.in_first_layers()
         yield self.at_head_reduction()
         yield self.end_of_backward()
-        kinds = self.stages[0].counts if self._reduces_each_layer else ()  # each of which can be the last one
+        kinds = self.stages[0].counts if self.reduces_each_layer else ()  # each of which can be the last one
         places = sorted({done for done in (0, 1, self.stages[0].layers - 1) if done < self.stages[0].layers})
         yield from (self.in_layer(block, done) for block, _ in kinds for done in places)
 
@@ -319,7 +316,7 @@ class _Rank:
         has gathered this layer's weights, and those of the layer before it. A tied head waits for the end. What
         replicas add up is held in the sums' dtype until the backward ends, beside the gradients in their own.
         """
-        (stage,), one, states = self.stages, self._count_alone(block), self._states()
+        (stage,), one, states = self.stages, self._count_alone(block), self.states()
         head = self.shape.head_outputs * self.shape.hidden / self.layout.tp
         dense = one.dense(*self.layout.tp_and_columns)
         unit = dense + (one.experts(self.layout.expert_split) if self.layout.ep == 1 else 0.0)  # else alone
@@ -333,38 +330,47 @@ class _Rank:
         if self.layout.dp_replicate > 1 and self.summed > self.kept.stored:
             gathered += self.summed / self.kept.stored * given
         if self.job.micro_batches == 1:  # other gradients come later
-            states["gradients"] = min(states["gradients"], self._count_lost() + given)
+            states["gradients"] = min(states["gradients"], self.lost + given)
         else:
             states["gradients"] = self._count_sums(states["gradients"])
         kept = self._count_blocks(stage) * (1 - done / stage.layers) + self._mask
         kept += self.stream  # the gradient that comes
-        again = max(self._count_layer_again(block, stage), self._count_scores(stage)) + self._count_unpacked(stage)
-        again = max(again, self._count_after_experts(block))
-        whole = gathered + self._count_lowered()
+        again = self._count_again(stage, block) + self._count_unpacked(stage)
+        if block.top_k and self.job.recompute != "none":
+            # Whole gradients of the layer's experts, and what else there is of a layer that has run again: what was
+            # between their halves is gone, but for the gradient of the first half.
+            rerun = self._count_kept(one, "none") - self._count_kept(one, self.job.each_recomputed)
+            beside = (2 if block.gated else 1) * self.job.width * block.inner / self.layout.tp
+            beside -= count_wide_bytes(block, self.shape.hidden, self.layout, self.job)
+            experts = self.width * one.experts(self.layout.expert_split)
+            again = max(again, experts + self.tokens * (rerun + beside))
+        whole = gathered + self.count_lowered()
         return {**states, "gathered": whole, "activations": kept, "temporaries": again}
-
-    def _count_after_experts(self, block: Block) -> float:
-        """Whole gradients of a layer's experts, and what else there is of a layer that has run again."""
-        if not block.top_k or self.job.recompute == "none":
-            return 0.0
-        one = self._count_alone(block)
-        kept = self._count_kept(one, "none") - self._count_kept(one, self.job.each_recomputed)
-        beside = count_after_experts(block, self.shape.hidden, self.layout, self.job)
-        return self.width * one.experts(self.layout.expert_split) + self.tokens * (kept + beside)
 
     def in_schedule(self) -> dict[str, float]:
         """At the beginning of a backward pass, or the end of its first half; with what is gathered."""
-        states, moment = self._states(), self._find_fullest_moment()
+        states, layout = self.states(), self.layout
+        each = {stage.index: self._count_stage_bytes(stage) for stage in (*self.stages, *self.copied)}
+        if layout.pp > 1 and layout.schedule != "1f1b":
+            order = make_schedule_order(layout, count_simulated_batches(layout, self.job))
+            moment = find_fullest_moment(order[self.rank], each)
+        else:
+            (own,) = each.values()
+            live = count_live_forwards(layout, self.job)[self.rank]
+            moment = Moment(live * own.kept, own.begin, own.gradients)
+            if layout.pp > 1 and self.job.micro_batches_per_call <= live:  # full once, before there is any gradient
+                later = moment._replace(held=moment.held - own.kept)
+                moment = max(moment._replace(gradients=0.0), later, key=sum)
         if self.habits.fsdp2:  # a pipeline reduces in each call, and adds to what it put aside
-            joins = self.job.engine == "hf_parallel" and self.layout.pp > 1  # a step is one run
-            joins &= self.layout.schedule in JOINING_SCHEDULES
-            more = (self.job.calls > 1 and not joins) or (self.layout.reduces_each and self.job.micro_batches > 1)
+            joins = self.job.engine == "hf_parallel" and layout.pp > 1  # a step is one run
+            joins &= layout.schedule in JOINING_SCHEDULES
+            more = (self.job.calls > 1 and not joins) or (layout.reduces_each and self.job.micro_batches > 1)
             states["gradients"] = self._count_sums(states["gradients"]) if more else 0.0
-            several = self.gathers and self.layout.pp > 1 and self.job.calls > 1
-            if several and not self.layout.reduces_each_run:  # whole gradients stay from one run to the next
-                states["gradients"] = sum(map(self._count_gradients, self.stages))
+            several = self.gathers and layout.pp > 1 and self.job.calls > 1
+            if several and not layout.reduces_each_run:  # whole gradients stay from one run to the next
+                states["gradients"] = sum(map(self.count_gradients, self.stages))
         whole = "gathered" if self.gathers else "gradients"
-        kinds = {**states, "gathered": self._count_gathered() + self._count_lowered()}
+        kinds = {**states, "gathered": self.count_gathered() + self.count_lowered()}
         kinds[whole] += moment.gradients
         return {**kinds, "activations": moment.held, "temporaries": moment.passing}
 
@@ -373,10 +379,10 @@ class _Rank:
 
         The gradients of all later layers are there, and the first layer's weights are gathered.
         """
-        if not self.job.activation_offload or not self.habits.fsdp2 or self.layout.pp > 1 or self._accumulates:
+        if not self.job.activation_offload or not self.habits.fsdp2 or self.layout.pp > 1 or self.accumulates:
             return {}
         (stage,) = self.stages
-        states, gathered = self._states(), self._count_gathered()
+        states, gathered = self.states(), self.count_gathered()
         alone = [self._count_alone(block) for block, _ in stage.counts]
         split = self.layout.expert_split
         layer = max(one.dense(*self.layout.tp_and_columns) + one.experts(split) for one in alone)
@@ -389,25 +395,25 @@ class _Rank:
             gathered = 2 * max(map(self._count_layer_bytes, alone)) + self._count_kept_nearby()
         if self.gathers and not self.job.lora:  # of this layer as they are made, of the last one as they are reduced
             gathered += (self.width + self.summed) * layer
-        again = max(self._count_layers_again(stage), self._count_scores(stage)) + self._count_unpacked(stage)
-        kept, whole = self._count_blocks(stage) + self._mask, gathered + self._count_lowered()
+        again = self._count_again(stage) + self._count_unpacked(stage)
+        kept, whole = self._count_blocks(stage) + self._mask, gathered + self.count_lowered()
         return {**states, "gathered": whole, "activations": kept, "temporaries": again}
 
     def at_head_reduction(self) -> dict[str, float]:
         """The head's gradient is packed and sent in fewer bits, and all layers still keep their activations."""
         kind, (stage, *more) = self.layout.quantize_gradients, self.stages
-        if kind == "none" or more or self._accumulates or not self.reshards or self.job.lora or self.shape.tied:
+        if kind == "none" or more or self.accumulates or not self.reshards or self.job.lora or self.shape.tied:
             return {}
-        states, numbers = self._states(), self.shape.head_outputs * self.shape.hidden / self.layout.tp
-        gathered = self._count_gathered() + self.summed * numbers  # whose last part is the gradient that is sent
+        states, numbers = self.states(), self.shape.head_outputs * self.shape.hidden / self.layout.tp
+        gathered = self.count_gathered() + self.summed * numbers  # whose last part is the gradient that is sent
         feedback = self.layout.gradient_error_feedback  # sums with what was lost, then the codes' own numbers
         copies = (self.layout.hierarchical_shard > 1) + feedback
         beside = max(_BYTES_OF_PACKING[kind] * min(numbers, PIECE), 5 * numbers * feedback)
         packed = (4 * copies + CODE_BYTES[kind]) * numbers + beside
         if self.job.micro_batches == 1:  # other gradients come later; what earlier steps have lost is there
-            states["gradients"] = self._count_lost()
+            states["gradients"] = self.lost
         kept = self._count_blocks(stage) + self._mask + self.tokens * 4 * self.shape.hidden
-        return {**states, "gathered": gathered + self._count_lowered(), "activations": kept, "temporaries": packed}
+        return {**states, "gathered": gathered + self.count_lowered(), "activations": kept, "temporaries": packed}
 
     def end_of_backward(self) -> dict[str, float]:
         """All gradients, the last ones still whole under FSDP2: the embedding's, or of a tied one all of the ends'."""
@@ -416,30 +422,32 @@ class _Rank:
         embedding = sum(map(self._count_freed_embedding, self.stages)) if self.layout.pp == 1 else 0.0
         ends = (self.ends - embedding) * (self.layout.pp > 1 or self.shape.tied)
         whole = ends * self.width + (0.0 if self.job.lora else (ends + embedding) * (self.width + self.summed))
-        if self._accumulates:
-            whole = self.width * ends + sum(map(self._count_gradients, self.stages))
+        if self.accumulates:
+            whole = self.width * ends + sum(map(self.count_gradients, self.stages))
         if self.in_place and self.layout.pp == 1:  # what is reduced is what stays
             whole = 0.0 if self.job.lora else (ends + embedding) * self.width
-        whole = whole * self.gathers + self._count_lowered() + self._count_averaged()
-        return {**self._states(), "gathered": whole, "activations": self.stream, "temporaries": 0.0}
+        whole = whole * self.gathers + self.count_lowered() + self._count_averaged()
+        return {**self.states(), "gathered": whole, "activations": self.stream, "temporaries": 0.0}
 
     def without_flush(self) -> tuple[dict[str, float], dict[str, float]]:
         """At the last backward of a step whose successors have begun, and at its end, when gradients are averaged.
 
         1F1B goes on without an end, so each backward pass begins with as many forwards held as the rank ever has.
         """
-        (stage,), ranks, count, states = self.stages, self.layout.pp, self.job.micro_batches, self._states()
+        (stage,), ranks, count, states = self.stages, self.layout.pp, self.job.micro_batches, self.states()
         each, (forwards, backwards) = self._count_stage_bytes(stage), count_ahead_of_step(self.rank, ranks)
         weights, sums = count_versions_held(self.layout.schedule, self.rank, ranks, count)
         begun = -(-(count + backwards - 1) // count)  # sums of gradients that earlier passes have left
-        kinds = {**states, "weights": states["weights"] + (weights - 1) * self.trained}
+        # Another version of the weights that are trained, or another sum of their gradients.
+        trained = ADAPTER_WIDTH * self.adapters if self.job.lora else self.kept.stored * (self.numbers + self.experts)
+        kinds = {**states, "weights": states["weights"] + (weights - 1) * trained}
         sent = min(count * count_remote_neighbours(self.stages), 2 * (ranks + 1)) - (forwards - backwards)
         last, end = (ranks - self.rank) * each.kept, (forwards - backwards) * each.kept + max(0, sent) * self.stream
-        lowered = {"gathered": self._count_lowered()}
-        averaged = {"gathered": self._count_lowered() + self._count_averaged()}
+        lowered = {"gathered": self.count_lowered()}
+        averaged = {"gathered": self.count_lowered() + self._count_averaged()}
         return (
-            {**kinds, **lowered, "gradients": begun * self.trained, "activations": last, "temporaries": each.begin},
-            {**kinds, **averaged, "gradients": sums * self.trained, "activations": end, "temporaries": 0.0},
+            {**kinds, **lowered, "gradients": begun * trained, "activations": last, "temporaries": each.begin},
+            {**kinds, **averaged, "gradients": sums * trained, "activations": end, "temporaries": 0.0},
         )
 
     def _count_averaged(self) -> float:
@@ -448,19 +456,6 @@ class _Rank:
             return 0.0
         largest = self.shape.embedding_parameters / self.layout.tp if self.ends else 0.0
         return 4 * min(self.numbers + self.experts, largest + BUCKET / self.kept.stored)
-
-    def _find_fullest_moment(self) -> Moment:
-        each = {stage.index: self._count_stage_bytes(stage) for stage in (*self.stages, *self.copied)}
-        if self.layout.pp > 1 and self.layout.schedule != "1f1b":
-            order = make_schedule_order(self.layout, count_simulated_batches(self.layout, self.job))
-            return find_fullest_moment(order[self.rank], each)
-        (stage,) = each.values()
-        live = count_live_forwards(self.layout, self.job)[self.rank]
-        full = Moment(live * stage.kept, stage.begin, stage.gradients)
-        if self.layout.pp == 1 or self.job.micro_batches_per_call > live:
-            return full
-        # It is full once, before there is any gradient.
-        return max(full._replace(gradients=0.0), full._replace(held=full.held - stage.kept), key=sum)
 
     def curvature(self) -> float:
         """Bytes of K-FAC: inputs and gradients of all linears in all micro-batches of a step, and their factors.
@@ -482,17 +477,17 @@ class _Rank:
     # ---- activations ---------------------------------------------------------------------------------------------
 
     def _count_stage_bytes(self, stage: Stage) -> StageBytes:
-        logits = self.tokens * self.shape.head_outputs / self._vocabulary_parts * stage.is_last
+        logits = self.tokens * self.shape.head_outputs / self.vocabulary_parts * stage.is_last
         # The logarithms of probabilities; of a split vocabulary the logits themselves.
-        kept_logits = logits * (self.job.width if self._chunks else self.habits.kept_logit_bytes)
-        if self._lean:  # no logits, but the gradients that the loss has computed on its way
-            kept_logits = self._count_gradients_of_loss() * stage.is_last
+        kept_logits = logits * (self.job.width if self.chunks else self.habits.kept_logit_bytes)
+        if self.lean:  # no logits, but the gradients that the loss has computed on its way
+            kept_logits = self.gradients_of_loss * stage.is_last
         sent = self.stream if self.layout.pp > 1 else 0.0  # what arrives, or is sent on, is kept
         kept = self._count_blocks(stage) + sent + kept_logits + self._mask
         # A layer's backward begins when the loss has handed over its gradient of the hidden states.
-        freed = 4 * self.shape.hidden * self.tokens if self.job.tiled_mlp and self._lean and stage.is_last else 0.0
-        again = max(self._count_layers_again(stage), self._count_scores(stage)) - freed + self._count_unpacked(stage)
-        if self._reduces_each_layer and self.layout.quantize_gradients == "none":  # what the loss kept is gone by then
+        freed = 4 * self.shape.hidden * self.tokens if self.job.tiled_mlp and self.lean and stage.is_last else 0.0
+        again = self._count_again(stage) - freed + self._count_unpacked(stage)
+        if self.reduces_each_layer and self.layout.quantize_gradients == "none":  # what the loss kept is gone by then
             again = 0.0
         between = 0.0
         if not stage.is_first:  # whose input needs no gradient: all its backward is in the second half
@@ -503,30 +498,24 @@ class _Rank:
             more = self._count_kept(stage, "none") - self._count_kept(stage, self.job.recompute)
             between = self.tokens * (self.job.width * (outputs + head) + more)
         # Are gradients added up in more bits than the backward gives them?
-        widens = self._accumulates and self.gathers and self.summed > self.width and not self.job.lora
+        widens = self.accumulates and self.gathers and self.summed > self.width and not self.job.lora
         return StageBytes(
             kept,
             between,
             max(self._count_loss(stage) - kept_logits, again),
             self.tokens * 5 * 4 * self.shape.hidden / self.parts,  # a norm's backward in fp32
-            self._count_gradients(stage) if self._accumulates else 0.0,
-            self._count_gradients(stage) * self.width / self.summed if widens else 0.0,
+            self.count_gradients(stage) if self.accumulates else 0.0,
+            self.count_gradients(stage) * self.width / self.summed if widens else 0.0,
         )
 
     def _count_blocks(self, stage: Stage) -> float:
         """Bytes that a stage's blocks keep on the device after a forward."""
         blocks = self.tokens * self._count_kept(stage, self.job.recompute)
         if self.job.activation_offload:
-            blocks -= self._count_offloaded(stage) * max(0.0, 1 - LAYERS_ON_DEVICE / max(1, stage.layers))
+            blocks -= self.count_offloaded(stage) * max(0.0, 1 - LAYERS_ON_DEVICE / max(1, stage.layers))
         return blocks
 
-    def activations_on_host(self) -> float:
-        """Bytes of this rank's layers that rest in the host's memory at the fullest moment."""
-        if not self.job.activation_offload:
-            return 0.0
-        return max(map(self._count_offloaded, self.stages)) * count_live_forwards(self.layout, self.job)[self.rank]
-
-    def _count_offloaded(self, stage: Stage) -> float:
+    def count_offloaded(self, stage: Stage) -> float:
         """Bytes of a stage's blocks that go to the host in one forward."""
         hidden, layout = self.shape.hidden, self.layout
         each = (n * count_offloaded_bytes(block, hidden, layout, self.job) for block, n in stage.counts)
@@ -539,7 +528,7 @@ class _Rank:
             count * count_kept_bytes(block, self.shape.hidden, self.layout, job) for block, count in stage.counts
         )
 
-    def _count_lowered(self) -> float:
+    def count_lowered(self) -> float:
         """Without data ranks: one 16-bit copy of each matrix, for all micro-batches of a step.
 
         With them: copies of the experts that FSDP2 does not gather, from a layer's forward to its backward.
@@ -561,37 +550,29 @@ class _Rank:
         each, hidden = self.habits.logit_bytes, self.shape.hidden
         norm = (4 + 2 * self.width) * hidden / self.parts if not self.habits.fused else 0.0
         beside = self.tokens * (norm + self.width * hidden * (self.layout.tp > 1))
-        if self._lean:  # a chunk's fullest moment, beside the gradients of the loss
+        if self.lean:  # a chunk's fullest moment, beside the gradients of the loss
             chunk = compute_chunk_bytes(hidden, not self.job.lora, self.job.width)
-            return self._count_gradients_of_loss() + self.shape.head_outputs / self.layout.tp * chunk + beside
-        if self._chunks:
+            return self.gradients_of_loss + self.shape.head_outputs / self.layout.tp * chunk + beside
+        if self.chunks:
             each = 2 * self.job.width + 4 * min(1.0, self.habits.loss_chunk / self.tokens)
-        return self.tokens * self.shape.head_outputs / self._vocabulary_parts * each + beside
+        return self.tokens * self.shape.head_outputs / self.vocabulary_parts * each + beside
 
-    @property
-    def _vocabulary_parts(self) -> int:
-        """Return the number of parts in which tp ranks hold the logits."""
-        return 1 if self.habits.whole_logits else self.layout.tp
+    def _count_again(self, stage: Stage, *blocks: Block) -> float:
+        """Return the bytes that a layer needs beyond what it keeps, of the layer that needs most.
 
-    @property
-    def _lean(self) -> bool:
-        """Are head and loss computed a chunk of tokens at a time, without logits beyond it?"""
-        fewest = compute_fewest_tokens(self.shape.hidden, not self.job.lora, self.job.width, self.layout.tp > 1)
-        return self.job.lean_loss and (self.layout.dp > 1 or self.tokens >= fewest)
+        Of an eager layer it may be while scores have gradients: these, and what was computed again.
 
-    def _count_gradients_of_loss(self) -> float:
-        """The gradients of hidden states and of the head, in fp32."""
-        head = 0 if self.job.lora else self.shape.head_outputs / self.layout.tp
-        return 4 * self.shape.hidden * (self.tokens + head)
-
-    @property
-    def _chunks(self) -> bool:
-        """Is the loss of a split vocabulary computed some tokens at a time?"""
-        return self.layout.tp > 1 and self.habits.loss_chunk > 0
-
-    def _count_layers_again(self, stage: Stage) -> float:
-        """Return the bytes that a layer needs beyond what it keeps, of the layer that needs most."""
-        return max((self._count_layer_again(block, stage) for block, _ in stage.counts), default=0.0)
+        Args:
+            blocks: the layers that count; default: all of the stage.
+        """
+        counted, scores = blocks or [block for block, _ in stage.counts], 0.0
+        if stage.counts and self.job.attention == EAGER:
+            last = stage.counts[-1][0]
+            one = self._count_alone(last)
+            again = self._count_kept(one, "none") - self._count_kept(one, self.job.each_recomputed)
+            gradients = count_score_gradients(last, self.shape.hidden, self.layout, self.job)
+            scores = self.tokens * (again + gradients)
+        return max([scores, *(self._count_layer_again(block, stage) for block in counted)])
 
     def _count_layer_again(self, block: Block, stage: Stage) -> float:
         """A checkpointed layer's activations, computed again, and gradients of its widest part and of the stream."""
@@ -601,7 +582,7 @@ class _Rank:
         again = self._count_kept(one, "none") - self._count_kept(one, recompute)
         stream, inner = self.shape.hidden / self.parts, block.inner / self.layout.tp
         if self.job.lora and not self.habits.fused and not self.job.tiled_mlp:
-            of_loss = 4 * self.shape.hidden if self._lean and stage.is_last else 0.0
+            of_loss = 4 * self.shape.hidden if self.lean and stage.is_last else 0.0
             return self.tokens * count_adapted_again(block, self.shape.hidden, self.layout, self.job, of_loss)
         if not self.job.tiled_mlp:
             routed = count_routed_again(block, self.shape.hidden, self.layout, self.job)
@@ -621,15 +602,6 @@ class _Rank:
         tp, each = self.layout.tp, [(m, block) for block, _ in stage.counts for m in list_adapted(block)]
         whole = [m.inputs * m.outputs / (1 if is_shared(m, block, tp) else tp) for m, block in each]
         return self.width * max(whole, default=0.0)
-
-    def _count_scores(self, stage: Stage) -> float:
-        """While an eager layer's scores have gradients: these, and what was computed again."""
-        if not stage.counts or self.job.attention != EAGER:
-            return 0.0
-        block = stage.counts[-1][0]
-        one = self._count_alone(block)
-        again = self._count_kept(one, "none") - self._count_kept(one, self.job.each_recomputed)
-        return self.tokens * (again + count_score_gradients(block, self.shape.hidden, self.layout, self.job))
 
     @property
     def _mask(self) -> float:

@@ -16,6 +16,7 @@ import functools
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,6 @@ from hf_parallel.planner.memory import GIB, count_host_gib, rank_memory
 from hf_parallel.planner.pipeline import Stage, compute_pipeline_seconds
 from hf_parallel.planner.predict import compute_seconds_after_schedule, compute_stage_times
 from hf_parallel.planner.search import search
-from hf_parallel.planner.shape import count_distinct
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -329,7 +329,8 @@ class _Search:
         goal = dataclasses.replace(goal, cluster=dataclasses.replace(goal.cluster, per_node=nodes))
         found: list[MixedChoice] = []
         for config in iterate_layouts(goal):
-            for choices_of in (self._iterate_even, self._iterate_shared, self._iterate_staged):
+            even, shared = (functools.partial(self._iterate_shared, kind) for kind in (EVEN, SHARES))
+            for choices_of in (even, shared, self._iterate_staged):
                 for way in self.ways:
                     if parameters_rest(way["offload"]) and config.data_parallel_size == 1:
                         continue
@@ -358,42 +359,27 @@ class _Search:
 
     # ---- shares --------------------------------------------------------------------------------------------------
 
-    def _count_ranks_of_groups(self, config: ParallelConfig) -> list[int]:
-        """Return the number of data ranks of each group; nothing where one would lie in several groups."""
+    def _iterate_shared(self, kind: str, config: ParallelConfig, levers: Levers) -> Iterator[MixedChoice]:
+        """Yield the fastest layout with as many examples on each data rank, or with examples by speed (`SHARES`).
+
+        None where a data rank would lie in several groups, or where unlike numbers of micro-batches meet at experts.
+        """
         ranks, gpus = config.data_parallel_size, self.mixed.gpus
         together = config.tp_size * config.cp_size if config.pp_size == 1 else gpus // config.dp_replicate_size
         of_groups = [group.cluster.gpus for group in self.mixed.groups]
-        return [] if any(own % together for own in of_groups) else [own * ranks // gpus for own in of_groups]
-
-    def _iterate_even(self, config: ParallelConfig, levers: Levers) -> Iterator[MixedChoice]:
-        """Yield the layout with as many examples on each data rank."""
-        ranks, of_groups = config.data_parallel_size, self._count_ranks_of_groups(config)
-        steps = self._iterate_micro_steps(config) if of_groups else []
-        counts = (
-            (calls, [[examples // ranks] * own for own in of_groups])
-            for calls, examples in steps
-            if examples % ranks == 0
-        )
-        found = (self._with_counts(EVEN, config, levers, calls, each) for calls, each in counts)
-        yield from self._find_fastest(found)
-
-    def _iterate_shared(self, config: ParallelConfig, levers: Levers) -> Iterator[MixedChoice]:
-        """Yield the layout with examples by speed; not where unlike numbers of micro-batches meet at experts."""
-        meets = config.pp_size > 1 and config.ep_size > config.cp_size * config.tp_size
-        of_groups = [] if meets else self._count_ranks_of_groups(config)
-        steps = self._iterate_micro_steps(config) if of_groups else []
-        dealt = (
-            (
-                calls,
-                deal_examples(examples, of_groups, functools.partial(self._compute_seconds, config, levers, calls)),
-            )
-            for calls, examples in steps
-        )
-        found = (
-            self._with_counts(SHARES, config, levers, calls, counts)
-            for calls, counts in dealt
-            if counts and len(set(itertools.chain(*counts))) > 1
-        )
+        meets = kind == SHARES and config.pp_size > 1 and config.ep_size > config.cp_size * config.tp_size
+        if meets or any(own % together for own in of_groups):
+            return
+        of_groups, found = [own * ranks // gpus for own in of_groups], list[MixedChoice | None]()
+        for calls, examples in self._iterate_micro_steps(config):
+            counts = None
+            if kind == SHARES:
+                seconds = functools.partial(self._compute_seconds, config, levers, calls)
+                counts = deal_examples(examples, of_groups, seconds)
+            elif examples % ranks == 0:
+                counts = [[examples // ranks] * own for own in of_groups]
+            if counts and (kind == EVEN or len(set(itertools.chain(*counts))) > 1):
+                found.append(self._with_counts(kind, config, levers, calls, counts))
         yield from self._find_fastest(found)
 
     def _find_fastest(self, found: Iterable[MixedChoice | None]) -> Iterator[MixedChoice]:
@@ -487,9 +473,14 @@ class _Search:
         stages = _Stages(self.goals, groups, layout, jobs)
         self.looked_at += 1
         slowest, split = find_best_split(len(goal.shape.blocks), len(groups), stages.cost, max)
-        spans = list(itertools.pairwise(itertools.accumulate(split, initial=0)))
-        if slowest == math.inf or not stages.fit_on_hosts(spans):
+        if slowest == math.inf:
             return None
+        spans = list(itertools.pairwise(itertools.accumulate(split, initial=0)))
+        cut = tuple(stages.make_stage(at, *span) for at, span in enumerate(spans))
+        for name, job in jobs.items():  # has each group's host the room for what its GPUs offload?
+            cluster = self.goals[name].cluster
+            if count_host_gib(cut, layout, job, cluster) > cluster.gpu.host.memory_gib:
+                return None
         seconds, bubble = stages.compute_step_seconds(spans, goal.cluster)
         loads = []
         for group in dict.fromkeys(groups):
@@ -521,7 +512,7 @@ class _Stages:
 
     def make_stage(self, at: int, first: int, last: int) -> Stage:
         """Return the stage at a place with the layers from `first` to before `last`."""
-        counts = tuple(count_distinct(self.shape.blocks[first:last]).items())
+        counts = tuple(Counter(self.shape.blocks[first:last]).items())
         return Stage(self.shape, counts, first == 0, last == len(self.shape.blocks), at)
 
     def _compute_seconds(self, name: str, first: int, last: int) -> tuple[float, float]:
@@ -539,12 +530,6 @@ class _Stages:
             first, last = 1, 1 + last - first
         fits = self.needed(at, first, last) <= self.goals[self.names[at]].room_gib
         return sum(self.seconds(self.names[at], first, last)) if fits else math.inf
-
-    def fit_on_hosts(self, spans: list[tuple[int, int]]) -> bool:
-        """Has each group's host the room for what its GPUs offload?"""
-        stages = tuple(self.make_stage(at, *span) for at, span in enumerate(spans))
-        seen = ((job, self.goals[name].cluster) for name, job in self.jobs.items())
-        return all(count_host_gib(stages, self.layout, job, of) <= of.gpu.host.memory_gib for job, of in seen)
 
     def compute_step_seconds(self, spans: list[tuple[int, int]], whole: Cluster) -> tuple[float, float]:
         """Return seconds of a step, and which part of its schedule is bubble.

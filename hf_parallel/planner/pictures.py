@@ -31,10 +31,14 @@ def write_memory(path: str | Path, found: Found) -> None:
     """
     if not found.choices:
         refuse(path, "no layout fits, so there is nothing to draw")
+    kinds = list[str]()  # those that some layout has more than a thousandth of, in one order
+    for choice in found.choices:
+        memory, least = choice.prediction.breakdown.memory, 1e-3 * choice.prediction.memory_gib
+        kinds += [kind for kind, size in memory.items() if size > least and kind not in kinds]
     if str(path).endswith(".png"):
         names, left = [choice.config.to_spec() for choice in found.choices], [0.0] * len(found.choices)
         with _open_png(path, (12, 1.5 + 0.4 * len(names))) as axes:
-            for i, kind in enumerate(list_kinds_of(found.choices)):
+            for i, kind in enumerate(kinds):
                 sizes = [choice.prediction.breakdown.memory.get(kind, 0.0) for choice in found.choices]
                 axes.barh(names, sizes, left=left, label=kind, color=COLOURS[i % len(COLOURS)])
                 left = [a + b for a, b in zip(left, sizes, strict=True)]
@@ -42,25 +46,13 @@ def write_memory(path: str | Path, found: Found) -> None:
             axes.set_xlabel("GiB on the fullest rank")
             axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.3, -0.15))
     elif str(path).endswith(".svg"):
-        Path(path).write_text(render_memory_picture(found), encoding="utf-8")
+        Path(path).write_text(_render_memory_picture(found, kinds), encoding="utf-8")
     else:
         refuse(path, "pictures are .svg or .png", "memory.svg")
 
 
-def list_kinds_of(choices: list[Choice]) -> list[str]:
-    """Return all kinds of memory that some layout has more than a thousandth of, in one order."""
-    names: dict[str, None] = {}
-    for choice in choices:
-        for kind, size in choice.prediction.breakdown.memory.items():
-            if size > 1e-3 * choice.prediction.memory_gib:
-                names[kind] = None
-    return list(names)
-
-
-def render_memory_picture(found: Found) -> str:
-    """Return the picture as text."""
-    choices, kinds = found.choices, list_kinds_of(found.choices)
-    limit = found.goal.cluster.gpu.memory_gib
+def _render_memory_picture(found: Found, kinds: list[str]) -> str:
+    choices, limit = found.choices, found.goal.cluster.gpu.memory_gib
     scale = _PLOT / max(limit, *(choice.prediction.memory_gib for choice in choices))
     foot = _TOP + len(choices) * _STEP
     width, height = _LEFT + _PLOT + _MARGIN, foot + 74

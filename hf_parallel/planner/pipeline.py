@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from dataclasses import dataclass, field
 
 from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES, JOINING_SCHEDULES, MIRRORED_SCHEDULES, V_SCHEDULES
@@ -26,7 +27,7 @@ from hf_parallel.axes.pipeline.timeline import (
     split_evenly,
 )
 from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.shape import Block, Matrix, ModelShape, count_distinct
+from hf_parallel.planner.shape import Block, Matrix, ModelShape
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def _cut_into_stages(shape: ModelShape, split: tuple[int, ...]) -> tuple[Stage, 
     last, first = len(split) - 1, 0
     stages: list[Stage] = []
     for index, layers in enumerate(split):
-        counts = tuple(count_distinct(shape.blocks[first : first + layers]).items())
+        counts = tuple(Counter(shape.blocks[first : first + layers]).items())
         first += layers
         stages.append(Stage(shape, counts, index == 0, index == last, index))
     return tuple(stages)

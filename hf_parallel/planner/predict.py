@@ -395,8 +395,13 @@ def step_time(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Clus
     """Return the seconds of all micro-batches, of what data parallelism adds after them, of optimizer and host."""
     times_of = {stage: compute_stage_times(stage, layout, job, cluster) for stage in set(stages)}  # few differ
     sending = compute_sending_seconds(stages[0].shape.hidden, layout, job, cluster)
-    shared = _compute_share_of_crowded(layout, job, [times_of[stage].totals for stage in stages], sending, cluster)
-    if shared != 1.0:
+    if layout.pp > 1 and cluster.alone != 1.0 and cluster.nodes <= 1:
+        # Ranks in a bubble leave caches and memory to others, whose stages take less: between `alone`, where all
+        # others rest, and 1, where none does, in proportion to those at work.
+        totals = [times_of[stage].totals for stage in stages]
+        timeline = simulate_timeline(layout, totals, sending, min(job.micro_batches_per_call, 4 * layout.pp))
+        others = timeline.ranks_at_work * layout.gpus / layout.pp - 1
+        shared = cluster.alone + (1 - cluster.alone) * others / (layout.gpus - 1)
         times_of = {stage: times.times(shared) for stage, times in times_of.items()}
     each = [times_of[stage] for stage in stages]
     totals = [times.totals for times in each]
@@ -412,20 +417,6 @@ def step_time(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Clus
     kinds["stragglers"] = noise * math.log2(max(1, cluster.nodes)) * sum(kinds.values())
     kinds = {kind: seconds for kind, seconds in kinds.items() if seconds > 0}
     return StepTime(sum(kinds.values()), kinds, bubble)
-
-
-def _compute_share_of_crowded(
-    layout: Layout, job: Job, stages: list[tuple[float, float]], sending: float, cluster: Cluster
-) -> float:
-    """Return which part of their seconds stages take as the ranks in a bubble leave caches and memory to others.
-
-    Between `cluster.alone`, where all others rest, and 1, where none does, in proportion to those at work.
-    """
-    if layout.pp == 1 or cluster.alone == 1.0 or cluster.nodes > 1:
-        return 1.0
-    timeline = simulate_timeline(layout, stages, sending, min(job.micro_batches_per_call, 4 * layout.pp))
-    others = timeline.ranks_at_work * layout.gpus / layout.pp - 1
-    return cluster.alone + (1 - cluster.alone) * others / (layout.gpus - 1)
 
 
 def predict_timeline(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Cluster) -> tuple[Timeline, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +13,7 @@ from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.ledger import Transfer, ring_factor
 from hf_parallel.planner.memory import GIB, RankMemory, find_fullest
 from hf_parallel.planner.pipeline import group_stages_by_rank, make_stages
-from hf_parallel.planner.shape import ModelShape, count_distinct
+from hf_parallel.planner.shape import ModelShape
 from hf_parallel.planner.states import count_adapter_bytes, count_packed_width, state_bytes
 
 #: Ninth decile of the step time's error where a series, or a whole type of GPU, was left out; of models with experts,
@@ -106,7 +107,7 @@ def _render_model_and_hardware(p: Prediction) -> Iterable[str]:
     gpu, cluster = p.cluster.gpu, p.cluster
     yield _render_title(f"Model: {shape.name}")
     yield f"parameters {shape.parameters / 1e9:.3f}e9 in {shape.layers} layers, embedding and head"
-    for block, count in count_distinct(shape.blocks).items():
+    for block, count in Counter(shape.blocks).items():
         kind = "gated MLP" if block.gated else "MLP"
         experts = f", {block.top_k} experts at work" if block.top_k else ""
         yield (

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -227,14 +227,6 @@ def make_dense_block(
     return Block(
         matrices, (attention,), ffn_hidden * (top_k if experts else 1), gated, 2 * hidden, top_k * bool(experts)
     )
-
-
-def count_distinct(blocks: Iterable[Block]) -> dict[Block, int]:
-    """Count the occurrences of each different block."""
-    counts: dict[Block, int] = {}
-    for block in blocks:
-        counts[block] = counts.get(block, 0) + 1
-    return counts
 
 
 # ---- Count a Hugging Face model on the meta device: every matrix and attention of every block, by shapes and

@@ -40,7 +40,7 @@ from hf_parallel.axes.data.compressed import list_compression_groups
 from hf_parallel.axes.data.gradients import find_resting_parameters, run_before_the_last
 from hf_parallel.axes.pipeline.batches import count_rows
 from hf_parallel.axes.pipeline.engine import PipelineEngine, run_calls
-from hf_parallel.axes.pipeline.joint import JointStep
+from hf_parallel.axes.pipeline.joint import JointStep, ScheduledCall
 from hf_parallel.axes.pipeline.schedules import count_micro_batches
 from hf_parallel.model.calls import note_unread_logits
 from hf_parallel.ranks.mesh import EXPERT_AXES
@@ -304,7 +304,7 @@ def observe(
         for accumulated in steps:
             if accumulated is steps[-1]:  # the rank's copy of a stage is there by now, if it mirrors one
                 mirrored = [] if mirror is None else [tuple(mirror.mirrored.layers)]
-                measured.enter_context(_record_parts(recorder, (*layers, *mirrored)))
+                measured.enter_context(record_parts(recorder, (*layers, *mirrored)))
             recorder.traffic.clear()
             recorder.moments.clear()
             recorder.remember()
@@ -329,24 +329,6 @@ def observe(
         return Observed(recorder.peaks(kinds), kept, traffic)
 
 
-def observe_alone(
-    model: nn.Module, batch: Inputs, autocast: torch.dtype | None, layers: tuple[nn.Module, ...], scalars: int
-) -> Counter[str]:
-    """Run forward and backward of a model that is not parallel; return bytes by kind at the fullest moment.
-
-    No process group is needed, so a process that is part of a world may ask. Arguments are those of `observe`.
-    """
-    with Recorder({}, scalars=scalars) as recorder, _record_parts(recorder, (layers,)):
-        kinds = {recorder.note(tensor): "parameters" for tensor in (*model.parameters(), *model.buffers())}
-        recorder.remember()
-        with torch.autocast(next(model.parameters()).device.type, autocast, enabled=autocast is not None):
-            loss = model(**batch)["loss"]
-        loss.backward()
-        kinds |= {recorder.note(p.grad): "gradients" for p in model.parameters() if p.grad is not None}
-        recorder.remember()
-        return max(recorder.peaks(kinds), key=lambda peak: peak.total())
-
-
 def _list_gradients(state: ParallelState) -> list[torch.Tensor]:
     """Return the gradients of the step that has run, and the sums of those that have begun."""
     found = [p.grad for p in state.root.parameters()]
@@ -356,17 +338,11 @@ def _list_gradients(state: ParallelState) -> list[torch.Tensor]:
     return [gradient for gradient in found if gradient is not None]
 
 
-def _announce_steps(pipeline: PipelineEngine, model: nn.Module, batches: list[Inputs]) -> None:
-    """Announce a step, and those after it until they fill its drain, as a Trainer that reads ahead does."""
-    delayed = pipeline.delayed
-    assert delayed is not None
-    delayed.reads_ahead = True
-    while not delayed.knows_enough():
-        with pipeline.announcing() as calls, note_unread_logits():
-            for batch in batches:
-                model(**batch)
-        delayed.add(None, calls)
-    pipeline.joint = JointStep(list(delayed.updates[0].calls), delayed.run)
+def _announce_step(pipeline: PipelineEngine, model: nn.Module, batches: list[Inputs]) -> list[ScheduledCall]:
+    with pipeline.announcing() as calls, note_unread_logits():
+        for batch in batches:
+            model(**batch)
+    return calls
 
 
 def _run_batches(model: nn.Module, batches: list[Inputs], autocast: torch.dtype | None) -> Iterator[None]:
@@ -375,11 +351,14 @@ def _run_batches(model: nn.Module, batches: list[Inputs], autocast: torch.dtype 
     assert state is not None
     pipeline, joins = state.pipeline, state.config.pipeline_schedule in JOINING_SCHEDULES and len(batches) > 1
     if pipeline is not None and pipeline.delayed is not None:
-        _announce_steps(pipeline, model, batches)
+        # Announce this step, and those after it until they fill its drain, as a Trainer that reads ahead does.
+        delayed = pipeline.delayed
+        delayed.reads_ahead = True
+        while not delayed.knows_enough():
+            delayed.add(None, _announce_step(pipeline, model, batches))
+        pipeline.joint = JointStep(list(delayed.updates[0].calls), delayed.run)
     elif pipeline is not None and joins and pipeline.can_schedule_together(batches):
-        with pipeline.announcing() as calls, note_unread_logits():
-            for batch in batches:
-                model(**batch)
+        calls = _announce_step(pipeline, model, batches)
         pipeline.joint = JointStep(list(calls), functools.partial(run_calls, pipeline, held=None))
     for i, batch in enumerate(batches):
         more = i < len(batches) - 1
@@ -429,7 +408,7 @@ def name_groups(state: ParallelState) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _record_parts(recorder: Recorder, stages: tuple[tuple[nn.Module, ...], ...]) -> Iterator[None]:
+def record_parts(recorder: Recorder, stages: tuple[tuple[nn.Module, ...], ...]) -> Iterator[None]:
     """Remember when a stage's last layer has run forward and backward, and when its first one begins backward.
 
     Memory grows or shrinks evenly in between, so that no part's fullest moment jumps when there are more layers.

@@ -39,7 +39,7 @@ from hf_parallel.axes.pipeline.axis import PIPELINE
 from hf_parallel.axes.pipeline.schedules import count_micro_batches
 from hf_parallel.axes.tensor.axis import SplitFacts
 from hf_parallel.model.anatomy import build_on_meta, find_backbone_plan, get_backbone_of, list_transformer_blocks
-from hf_parallel.planner.dryrun.recorder import Communication, Observed, Traffic, observe, observe_alone
+from hf_parallel.planner.dryrun.recorder import Communication, Observed, Recorder, Traffic, observe, record_parts
 from hf_parallel.planner.dryrun.world import Shapes, fake_tensors_pass_as_real, materialise_weights, pretend_world
 from hf_parallel.plans.resolve import read_model, resolve
 from hf_parallel.ranks.mesh import ParallelMesh, compute_coordinates, list_axis_ranks
@@ -196,7 +196,15 @@ def count_alone(
         materialise_weights(model)
         ids = torch.zeros((rows, seq), dtype=torch.long)
         parts = tuple(list_transformer_blocks(model))
-        return observe_alone(model, {"input_ids": ids, "labels": ids}, lowered, parts, _ANY_VALUE)["activations"]
+        with Recorder({}, scalars=_ANY_VALUE) as recorder, record_parts(recorder, (parts,)):
+            kinds = {recorder.note(tensor): "parameters" for tensor in (*model.parameters(), *model.buffers())}
+            recorder.remember()
+            with torch.autocast(next(model.parameters()).device.type, lowered, enabled=lowered is not None):
+                loss = model(input_ids=ids, labels=ids)["loss"]
+            loss.backward()
+            kinds |= {recorder.note(p.grad): "gradients" for p in model.parameters() if p.grad is not None}
+            recorder.remember()
+            return max(recorder.peaks(kinds), key=lambda peak: peak.total())["activations"]
 
 
 def _check_fused_products(model: PreTrainedModel, config: ParallelConfig) -> None:
