@@ -157,8 +157,8 @@ def compute_copied_bytes(transfer: Transfer, job: Job) -> float:
     """
     group, kind = transfer.group, transfer.kind
     by_fsdp2 = job.habits.fsdp2 and transfer.axis == "dp_shard" and kind in ("all_gather", "reduce_scatter")
-    if not by_fsdp2 or group.link.find_measured(group.axis, kind):  # a calibration measures both together
-        return 0.0
+    if not by_fsdp2 or any(name == f"{group.axis} {kind}" for name, _, _ in group.link.measured):
+        return 0.0  # a calibration measures both together
     lowered = 1.0 if kind == "all_gather" or job.lora else job.stored / count_summed_width(job)
     return transfer.count * transfer.payload * (1 + lowered + 2 / group.size)
 
