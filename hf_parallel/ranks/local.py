@@ -86,6 +86,12 @@ def make_class_in_front(mixin: type, cls: type) -> type:
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, _BEHIND: cls})
 
 
+@functools.cache
+def make_class(name: str, module: str, *bases: type) -> type:
+    """Return a class of these bases; the same one each time."""
+    return type(name, bases, {"__module__": module})
+
+
 def put_in_front(mixin: type[Mixin], module: nn.Module) -> Mixin:
     """Put a mixin before the class of a module. The class keeps its name and the module its parameters."""
     front: type = mixin

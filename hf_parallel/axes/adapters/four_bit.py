@@ -10,7 +10,6 @@ for as long as it takes, and once more in the backward: bitsandbytes does both.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,6 +29,7 @@ from hf_parallel.axes.tensor.layers import (
     sum_with_adapters,
 )
 from hf_parallel.ranks import copy_weight_to_group
+from hf_parallel.ranks.local import make_class
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
@@ -169,12 +169,8 @@ def pack_linear(
     module._parameters["weight"] = nn.Parameter(
         torch.empty(packing.nbytes, dtype=torch.uint8, device="meta"), requires_grad=False
     )
-    kinds: tuple[type, type] = mixin, type(module)
-    module.__class__ = _put_mixin_in_front(*kinds)
+    front: type = mixin
+    behind: type = type(module)
+    module.__class__ = make_class(f"{front.__name__}{behind.__name__}", behind.__module__, front, behind)
     assert isinstance(module, FourBit)
     module.packing = packing
-
-
-@functools.cache
-def _put_mixin_in_front(mixin: type, cls: type) -> type:
-    return type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), {"__module__": cls.__module__})

@@ -163,31 +163,24 @@ class Documents:
         """Make documents of these rows."""
         return cls(Layout(rows, _ONE, rows[0].length))
 
-    @property
-    def separate(self) -> bool:
-        """Is each row one document?"""
-        return all(row.lengths == (row.length,) for row in self.layout.rows)
-
-    @property
-    def moved(self) -> bool:
-        """Do documents not stand in the order of their rows?"""
-        return any(row.order is not None for row in self.layout.rows)
-
     def pack(self, device: torch.device) -> Pack:
         """Return the documents as the variable-length kernel wants them; made once per batch."""
         if device not in self._packs:
             rows, tokens = self.layout.rows, None
             lengths = torch.tensor([length for row in rows for length in row.lengths])
             boundaries = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-            if self.moved:
-                inside = [row.tokens()[: sum(row.lengths)] + i * row.length for i, row in enumerate(rows)]
+            if any(row.order is not None for row in rows):  # documents do not stand in the order of their rows
+                orders = [torch.arange(row.length) if row.order is None else row.order for row in rows]
+                both = enumerate(zip(rows, orders, strict=True))
+                inside = [order[: sum(row.lengths)] + i * row.length for i, (row, order) in both]
                 tokens = upload(torch.cat(inside), device)
             self._packs[device] = Pack(upload(boundaries, device), int(lengths.max()), tokens)
         return self._packs[device]
 
     def within(self, boundaries: torch.Tensor | None) -> Documents:
         """Return these documents, or where nothing told any, the ones that `cu_seq_lens_q` gives."""
-        if boundaries is None or not self.separate or len(self.layout.rows) > 1:
+        row, *others = self.layout.rows
+        if boundaries is None or others or row.lengths != (row.length,):
             return self
         if self._given is None or self._given[0] is not boundaries:
             self._given = boundaries, Documents.of(find((1, self.layout.length), None, None, boundaries))
@@ -278,7 +271,8 @@ def run_flash_attention(
         return out.transpose(1, 2).contiguous(), None
     documents = documents.within(cu_seq_lens_q)
     low, high = compute_limits(causal, sliding_window, documents.layout)
-    if documents.separate and s_aux is None and softcap is None and high == float("inf"):
+    separate = all(row.lengths == (row.length,) for row in documents.layout.rows)
+    if separate and s_aux is None and softcap is None and high == float("inf"):
         out = attend_in_one_process(query, key, value, None, dropout, scaling, None, None, causal)
         return out.transpose(1, 2).contiguous(), None
     if dropout or softcap is not None:
@@ -291,7 +285,7 @@ def run_flash_attention(
         out = attend(q, k, v, s_aux, scale, window, documents.pack(q.device))
         return out[..., :width].transpose(1, 2).contiguous(), None
     ring = Ring(documents.layout, None, low, high)
-    if not documents.moved:
+    if all(row.order is None for row in documents.layout.rows):  # documents stand in the order of their rows
         out = RingAttention.apply(q, k, v, s_aux, Scores(scale), ring)
         return out[..., :width].transpose(1, 2).contiguous(), None
     table, inverse = ring.layout.on(q.device)

@@ -184,7 +184,7 @@ def compute_limits(causal: bool, window: int | None, layout: Layout) -> tuple[fl
     """Return how many tokens before a query its keys lie: at least and at most."""
     if window is None or window >= layout.length:
         return (0 if causal else -_EVERYTHING), _EVERYTHING
-    if not layout.whole:
+    if not all(row.whole for row in layout.rows):  # tokens of a document are not as far apart as in the row
         raise ValueError(
             f"hf_parallel: a padding mask with holes under a sliding window of {window} tokens cannot be cut along "
             "the sequence; padding at the ends of rows, or cp_size=1, works"

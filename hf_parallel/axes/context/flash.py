@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from packaging.version import Version
@@ -19,12 +19,8 @@ from hf_parallel.axes.context.kernels import Scores, Tensors
 from hf_parallel.axes.context.layout import Ring
 from hf_parallel.axes.context.packs import Call
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
-
 _aten = torch.ops.aten
-_FLASH_ATTN = "flash_attn.flash_attn_interface"
+_FLASH_ATTN, _FLASH_ATTN_3 = "flash_attn.flash_attn_interface", "flash_attn_interface"
 WIDEST = 256
 #: The gradient of the output, then q, k, v, the output and the log-sum-exp over all keys.
 Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -69,7 +65,8 @@ class Flash:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Call, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output [t, h, d] and the log-sum-exp [t, h] in fp32."""
-        out, lse = self._forward((q, k, v), part, _scale(q, scores), scores.cap or 0.0)
+        scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+        out, lse = self._forward((q, k, v), part, scale, scores.cap or 0.0)
         return out, lse.T
 
     def backward(
@@ -85,7 +82,8 @@ class Flash:
     ) -> Tensors:
         """Return the call's share of the gradients of q, k and v."""
         given = gradient.contiguous(), q, k, v, out.contiguous(), lse.T.contiguous()
-        return self._backward(given, part, _scale(q, scores), scores.cap or 0.0)
+        scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+        return self._backward(given, part, scale, scores.cap or 0.0)
 
 
 class TorchFlash(Flash):
@@ -132,12 +130,15 @@ class FlashAttention3(Flash):
     """The kernels of the package flash-attn-3: the operators that its module registers, as torch calls them."""
 
     def _forward(self, given: Tensors, call: Call, scale: float, cap: float) -> tuple[torch.Tensor, torch.Tensor]:
-        return _import_flash_attn_3().fwd(*given, softmax_scale=scale, softcap=cap, **_describe_call(call))[:2]
+        importlib.import_module(_FLASH_ATTN_3)  # registers the operators
+        forward = torch.ops.flash_attn_3.fwd
+        return forward(*given, softmax_scale=scale, softcap=cap, **_describe_call(call))[:2]
 
     def _backward(self, given: Given, call: Call, scale: float, cap: float) -> Tensors:
         _, q, k, v, _, _ = given
         found = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        _import_flash_attn_3().bwd(
+        importlib.import_module(_FLASH_ATTN_3)
+        torch.ops.flash_attn_3.bwd(
             *(*given, *found),
             softmax_scale=scale,
             softcap=cap,
@@ -145,10 +146,6 @@ class FlashAttention3(Flash):
             **_describe_call(call),
         )
         return found
-
-
-def _scale(q: torch.Tensor, scores: Scores) -> float:
-    return q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
 
 
 def _make_side_arguments(call: Call) -> dict[str, int]:
@@ -160,11 +157,6 @@ def _describe_call(call: Call) -> dict[str, Any]:
     (of_q, of_k), (longest_q, longest_k) = call.ends, call.longest
     lengths = {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
     return {**lengths, "is_causal": call.causal, **_make_side_arguments(call)}
-
-
-def _import_flash_attn_3() -> ModuleType:
-    importlib.import_module("flash_attn_interface")
-    return torch.ops.flash_attn_3
 
 
 TORCH = TorchFlash()

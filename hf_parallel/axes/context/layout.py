@@ -96,11 +96,6 @@ class Layout:
         return all(row.lengths == self.rows[0].lengths for row in self.rows)
 
     @functools.cached_property
-    def whole(self) -> bool:
-        """Does each document lie in one piece, so that its tokens are as far apart as in the row?"""
-        return all(row.whole for row in self.rows)
-
-    @functools.cached_property
     def _held(self) -> list[list[list[tuple[Span, ...]]]]:
         rows = self.rows[:1] if self.alike else self.rows
         return [deal_documents(row.lengths, self.shape.ring) for row in rows]
@@ -115,7 +110,7 @@ class Layout:
                 made[number] = made[0]
                 continue
             # Tokens of documents as dealt, those of none where there is room, -1 at the end.
-            order, inside = row.tokens(), sum(row.lengths)
+            order, inside = torch.arange(row.length) if row.order is None else row.order, sum(row.lengths)
             loose, parts = order[inside:], []
             for pieces in self._held[0 if self.alike else number]:
                 own = [order[span.start : span.start + span.length] for spans in pieces for span in spans]

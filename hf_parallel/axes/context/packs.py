@@ -44,10 +44,6 @@ class Row:
     order: torch.Tensor | None = None
     whole: bool = True
 
-    def tokens(self) -> torch.Tensor:
-        """The row's tokens by document."""
-        return torch.arange(self.length) if self.order is None else self.order
-
 
 def make_unpacked_rows(rows: int, length: int) -> list[Row]:
     """Rows of one document each."""

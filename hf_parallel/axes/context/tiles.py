@@ -101,7 +101,8 @@ def _make_tiles_of_pair(row: int | None, q: Span, k: Span, low: float, high: flo
                 yield from _make_band_tiles(row, few, k, begin, end, low, high)
                 continue
             yield from _make_band_tiles(row, few, k, begin, full, low, high)
-            yield Tile(row, _join_to_slice((few,)), _slice_keys(k, full, after), "full")
+            seen = slice(k.offset + int(full) - k.start, k.offset + int(after) - k.start)
+            yield Tile(row, _join_to_slice((few,)), seen, "full")
             yield from _make_band_tiles(row, few, k, after, end, low, high)
 
 
@@ -109,11 +110,8 @@ def _make_band_tiles(
     row: int | None, q: Span, k: Span, begin: float, end: float, low: float, high: float
 ) -> Iterator[Tile]:
     if end > begin:
-        yield Tile(row, _join_to_slice((q,)), _slice_keys(k, begin, end), "band", (q.start - int(begin), low, high))
-
-
-def _slice_keys(k: Span, begin: float, end: float) -> slice:
-    return slice(k.offset + int(begin) - k.start, k.offset + int(end) - k.start)
+        seen = slice(k.offset + int(begin) - k.start, k.offset + int(end) - k.start)
+        yield Tile(row, _join_to_slice((q,)), seen, "band", (q.start - int(begin), low, high))
 
 
 def _merge_tiles(tiles: list[Tile], by_keys: bool) -> list[Tile]:

@@ -35,11 +35,6 @@ def drop_mask_of_packs(batch: Batch) -> Batch:
     return {key: value for key, value in batch.items() if key != "attention_mask"} if COUNTED in batch else batch
 
 
-def without_count(batch: Batch) -> Batch:
-    """Return the entries that a model has a name for."""
-    return {key: value for key, value in batch.items() if key != COUNTED}
-
-
 @contextlib.contextmanager
 def collect_fresh_gradients(
     parameters: list[nn.Parameter],
@@ -179,8 +174,11 @@ def refuse_partial_outputs(config: PretrainedConfig, batch: Batch, balances: boo
         raise NotImplementedError("hf_parallel: a pipelined model returns named outputs; drop return_dict=False")
 
 
-class _Node(torch.autograd.Function):
-    """Values computed elsewhere; backward hands their gradients to a function and returns none."""
+class DetachedNode(torch.autograd.Function):
+    """Values computed elsewhere; backward hands their gradients to `finish`, once, and returns none.
+
+    The anchor is any tensor with a gradient, because the values have none.
+    """
 
     @staticmethod
     def forward(
@@ -201,12 +199,6 @@ class _Node(torch.autograd.Function):
         finish, ctx.finish = ctx.finish, None
         finish(list(gradients))
         return (None, None, *(None for _ in gradients))
-
-
-def make_detached_node(values: list[torch.Tensor], finish: Callable[[Gradients], None]) -> list[torch.Tensor]:
-    """`values` as outputs of one autograd node whose backward calls `finish(gradients)` once."""
-    anchor = torch.zeros((), requires_grad=True)
-    return list(_Node.apply(anchor, finish, *values))
 
 
 @dataclass(frozen=True)

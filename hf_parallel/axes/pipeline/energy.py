@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -150,21 +151,21 @@ class StageClocks:
 
     def watch(self, stage: TorchStage) -> None:
         """Choose the clock before each action of this stage."""
-        stage.forward_one_chunk = self._run_at_clock(FORWARD, stage.forward_one_chunk)  # type: ignore[method-assign]
-        stage.backward_one_chunk = self._run_at_clock(BACKWARD, stage.backward_one_chunk)  # type: ignore[method-assign]
+        watched: Any = stage
+        watched.forward_one_chunk = functools.partial(self._run_at_clock, FORWARD, stage.forward_one_chunk)
+        watched.backward_one_chunk = functools.partial(self._run_at_clock, BACKWARD, stage.backward_one_chunk)
 
-    def _run_at_clock(self, kind: str, compute: Any) -> Any:
-        def at_its_clock(micro_batch: int, *args: object, **kwargs: object) -> object:
-            planned = self.planned.get(self.engine.latest_count)
-            self._lock(1.0 if planned is None else planned[Action(kind, self.engine.group.rank(), micro_batch)])
-            if planned is not None:
-                return compute(micro_batch, *args, **kwargs)
-            start = self.engine.recorder.mark()
-            result = compute(micro_batch, *args, **kwargs)
-            self.times[kind].append((start, self.engine.recorder.mark()))
-            return result
-
-        return at_its_clock
+    def _run_at_clock(
+        self, kind: str, compute: Callable[..., object], micro_batch: int, *args: object, **kwargs: object
+    ) -> object:
+        planned = self.planned.get(self.engine.latest_count)
+        self._lock(1.0 if planned is None else planned[Action(kind, self.engine.group.rank(), micro_batch)])
+        if planned is not None:
+            return compute(micro_batch, *args, **kwargs)
+        start = self.engine.recorder.mark()
+        result = compute(micro_batch, *args, **kwargs)
+        self.times[kind].append((start, self.engine.recorder.mark()))
+        return result
 
     def _lock(self, share: float) -> None:
         if share == self.share:

@@ -27,16 +27,16 @@ from torch import nn
 
 from hf_parallel.axes.pipeline import unscheduled
 from hf_parallel.axes.pipeline.batches import (
+    COUNTED,
+    DetachedNode,
     PipelineLoss,
     collect_fresh_gradients,
     count_causal_targets,
     count_rows,
     drop_mask_of_packs,
-    make_detached_node,
     refuse_partial_outputs,
     split_rows,
     tokens_of,
-    without_count,
 )
 from hf_parallel.axes.pipeline.fill_run import FilledRun
 from hf_parallel.axes.pipeline.joint import JointStep, Parts, Ran, Run, ScheduledCall
@@ -49,7 +49,6 @@ from hf_parallel.model.calls import Batch, are_logits_unread, bind_by_name, note
 from hf_parallel.model.known_masks import share_known_mask
 
 if TYPE_CHECKING:
-    from torch.distributed.pipelining.schedules import _PipelineSchedule
     from transformers.utils import ModelOutput
 
     from hf_parallel.axes.axis import HeldRun
@@ -104,7 +103,7 @@ def run_scheduled(engine: PipelineEngine, count: int, tokens: torch.Tensor, run:
             unscaled = gradient if gradient is None or ran.scale is None else gradient / ran.scale
             engine.accumulate(ran.fresh, unscaled, held)
 
-    return make_detached_node([loss], hand_over)[0]
+    return DetachedNode.apply(torch.zeros((), requires_grad=True), hand_over, loss)[0]
 
 
 def run_calls(engine: PipelineEngine, calls: list[ScheduledCall], held: HeldRun | None) -> Ran:
@@ -119,11 +118,21 @@ def run_calls(engine: PipelineEngine, calls: list[ScheduledCall], held: HeldRun 
     if engine.mirror is not None:
         return engine.mirror.run(calls)
     parts = Parts(calls)
-    schedule, index = _make_schedule_for(engine, parts), torch.arange(len(parts))
+    count, index = len(parts), torch.arange(len(parts))
+    if count not in engine.schedules:
+        modules: dict[int, nn.Module] = {v.index: s for v, s in zip(engine.views, engine.stages, strict=True)}
+        given = modules, engine.config, engine.group, engine.mesh.device, count, parts.boundaries[0], engine.recorder
+        engine.schedules[count] = build_schedule(*given, connected=bool(engine.schedules))
+        if engine.energy is not None:
+            engine.energy.watch(engine.schedules[count][1][0])
+    schedule, torch_stages = engine.schedules[count]
+    engine.latest_count = count
+    for one in torch_stages:
+        one.boundaries, one.around = parts.boundaries, parts.around  # the shapes that travel in this step
     free(engine)
     engine.services.before_run(engine.model.training, calls[0].tokens)
-    for stage in engine.schedules[len(parts)][1]:
-        stage.reduces = held is None
+    for one in torch_stages:
+        one.reduces = held is None
     scale_loss = engine.services.scale_loss
     scale = None if scale_loss is None else scale_loss(torch.ones((), device=engine.mesh.device))
     losses: list[torch.Tensor] = []
@@ -151,24 +160,6 @@ def run_calls(engine: PipelineEngine, calls: list[ScheduledCall], held: HeldRun 
     of_calls = of_calls if scale is None else of_calls / scale
     dist.broadcast(of_calls, group=engine.group, group_src=engine.last_rank)
     return Ran(list(of_calls.unbind()), fresh, scale)
-
-
-def _make_schedule_for(engine: PipelineEngine, parts: Parts) -> _PipelineSchedule:
-    """Return the schedule for this number of micro-batches, with the shapes that travel in this step."""
-    micro_batches, boundaries = len(parts), parts.boundaries
-    if micro_batches not in engine.schedules:
-        modules: dict[int, nn.Module] = {v.index: s for v, s in zip(engine.views, engine.stages, strict=True)}
-        connected, device = bool(engine.schedules), engine.mesh.device
-        engine.schedules[micro_batches] = build_schedule(
-            modules, engine.config, engine.group, device, micro_batches, boundaries[0], engine.recorder, connected
-        )
-        if engine.energy is not None:
-            engine.energy.watch(engine.schedules[micro_batches][1][0])
-    schedule, stages = engine.schedules[micro_batches]
-    for stage in stages:
-        stage.boundaries, stage.around = boundaries, parts.around
-    engine.latest_count = micro_batches
-    return schedule
 
 
 class PipelineEngine(StageRunner):
@@ -223,7 +214,7 @@ class PipelineEngine(StageRunner):
         """Compute `model(**batch)` on every rank of the pipeline; return the same values on all of them."""
         batch = bind_by_name(self._signature, args, kwargs)
         if self.services.balance is None:  # nothing reads the count
-            batch = without_count(drop_mask_of_packs(batch))
+            batch = {key: value for key, value in drop_mask_of_packs(batch).items() if key != COUNTED}
         refuse_partial_outputs(self.model.config, batch, self.services.balance is not None)
         if "use_cache" in self._signature.parameters:
             batch["use_cache"] = False

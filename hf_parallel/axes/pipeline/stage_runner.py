@@ -17,10 +17,10 @@ from torch import nn
 from hf_parallel.ask.session import of_session
 from hf_parallel.axes.axis import Building, CallBalance, HeldRun
 from hf_parallel.axes.pipeline.batches import (
+    COUNTED,
     collect_fresh_gradients,
     cut_into_buckets,
     tokens_of,
-    without_count,
 )
 from hf_parallel.axes.pipeline.part import PipelinePart
 from hf_parallel.axes.pipeline.schedules import predict_bubble
@@ -246,7 +246,7 @@ class StageRunner:
             LeaveAtExit: on every stage but the last, with the stage's output.
         """
         assert self._view is not None
-        entry, kwargs = self._view.entry, without_count(kwargs)
+        entry, kwargs = self._view.entry, {key: value for key, value in kwargs.items() if key != COUNTED}
         if entry is not None and hidden is not None:
             # The model makes masks and positions from the shape; the values are put in at the entry.
             length, shown = tokens_of(kwargs).shape[1], hidden.detach()

@@ -17,7 +17,6 @@ own is its exit, where the forward ends. A rank with several stages shows the mo
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_parallel.axes.pipeline.part import PipelinePart, list_layer_ranges
 from hf_parallel.model.anatomy import Backbone
+from hf_parallel.ranks.local import make_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -172,8 +172,9 @@ def get_stand_in_for(module: nn.Module, kind: type[Kind]) -> Kind:
     """Return the stand-in in the place of `module`, or of the one that `module` stands for."""
     known = {key: vars(module)[key] for key in ("real", "same", "where", "device_here") if isinstance(module, StandIn)}
     real = known.get("real", module)
-    kinds: tuple[type, type] = kind, type(real)
-    new: Any = object.__new__(_make_stand_in_class(*kinds))
+    front: type = kind
+    behind: type = type(real)
+    new: Any = object.__new__(make_class(behind.__name__, behind.__module__, front, behind))
     nn.Module.__init__(new)
     vars(new).update({"real": real, "same": {}, **known}, training=module.training)
     new._is_hf_initialized = True  # transformers need not draw its weights
@@ -184,11 +185,6 @@ def get_stand_in_for(module: nn.Module, kind: type[Kind]) -> Kind:
     elif known:  # a layer that this rank runs in another stage shows no parts: they have parameters
         new._modules.update(module._modules)
     return new
-
-
-@functools.cache
-def _make_stand_in_class(kind: type, real: type) -> type:
-    return type(real.__name__, (kind, real), {"__module__": real.__module__})
 
 
 def find_stand_ins(model: nn.Module, prefix: str = "") -> dict[str, StandIn]:

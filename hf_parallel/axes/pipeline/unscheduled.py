@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_parallel.axes.pipeline.batches import (
     COUNTED,
+    DetachedNode,
     collect_fresh_gradients,
-    make_detached_node,
     share_result,
     split_rows,
     tokens_of,
@@ -209,7 +209,10 @@ def serve_script(engine: StageRunner, batch: Batch, script: Callable[[], object]
         if other is not engine:
             free(other)
     if grad:
-        values = make_detached_node(values, lambda gradients: session.backward(tensors, gradients, held))
+        anchor = torch.zeros((), requires_grad=True)
+        values = list(
+            DetachedNode.apply(anchor, lambda gradients: session.backward(tensors, gradients, held), *values)
+        )
     else:
         free(engine)
     return rebuilt(values), session.made

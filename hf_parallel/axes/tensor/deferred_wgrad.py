@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from hf_parallel.axes.tensor import gather_recompute
-from hf_parallel.axes.tensor.overlap import compute_weight_gradient, is_wanted
+from hf_parallel.axes.tensor.overlap import is_wanted
 from hf_parallel.ranks import (
     cut_sequence,
     join_parts_of_sequence,
@@ -59,7 +59,7 @@ class LateGradient:
         if self._factors is not None:
             x, gradient = self._factors
             whole = x.take(self) if isinstance(x, gather_recompute.GatheredAgain) else x
-            self._factors, self._product = None, compute_weight_gradient(whole, gradient)
+            self._factors, self._product = None, gradient.flatten(0, -2).t() @ whole.flatten(0, -2)
 
     def take(self) -> torch.Tensor | None:
         """Hand the product over."""

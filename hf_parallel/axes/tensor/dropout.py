@@ -55,7 +55,8 @@ class OwnRandomNumbers:
     def _start(self, device: torch.device) -> None:
         generator = _get_generator(device)
         state = generator.get_state()
-        own_seed = (_hash_to_seed(bytes(state.tolist())) + self.group.rank() * _STRIDE) % _SEEDS
+        common = int.from_bytes(hashlib.blake2b(bytes(state.tolist()), digest_size=7).digest(), "big")
+        own_seed = (common + self.group.rank() * _STRIDE) % _SEEDS
         generator.manual_seed(own_seed)
         self._shared = device, state
         of_session(_Scopes).open.append(self)
@@ -87,7 +88,8 @@ def share_numbers_of_layer(device: torch.device, group: dist.ProcessGroup, numbe
     """
     generator = _get_generator(device)
     own, common = generator.get_state(), (generator.initial_seed() - group.rank() * _STRIDE) % _SEEDS
-    generator.manual_seed(_hash_to_seed(common.to_bytes(7, "big") + number.to_bytes(8, "big")))
+    hashed = hashlib.blake2b(common.to_bytes(7, "big") + number.to_bytes(8, "big"), digest_size=7)
+    generator.manual_seed(int.from_bytes(hashed.digest(), "big"))
     try:
         yield
     finally:
@@ -117,10 +119,6 @@ def draw_numbers_of_each(device: torch.device, group: dist.ProcessGroup) -> Iter
 
 #: Seeds of neighbouring ranks lie this far apart; mt19937 reads the low 32 bits only.
 _STRIDE, _SEEDS = 0x9E3779B1, 2**56
-
-
-def _hash_to_seed(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
 
 
 def _get_generator(device: torch.device) -> torch.Generator:

@@ -98,7 +98,8 @@ class _RowLinear(torch.autograd.Function):
         else:
             grad_x = None if weight is None else gradient @ weight
         # The sum of two halves would be rounded to the weight's type in between.
-        return grad_x, None if x is None else compute_weight_gradient(x, gradient), None, None, None
+        grad_weight = None if x is None else gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+        return grad_x, grad_weight, None, None, None
 
 
 def _multiply_and_reduce(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -162,8 +163,3 @@ def is_wanted(ctx: Context, index: int) -> bool:
     """
     node = ctx.next_functions[index][0]
     return node is not None and torch._C._will_engine_execute_node(node)
-
-
-def compute_weight_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """x […, in], gradient […, out] -> [out, in]."""
-    return gradient.flatten(0, -2).t() @ x.flatten(0, -2)

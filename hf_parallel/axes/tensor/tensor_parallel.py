@@ -186,9 +186,11 @@ def _split_shared_heads(module: nn.Module, mesh: DeviceMesh, device: torch.devic
     rows = torch.arange(first, first + width)
     if isinstance(region, GridRegion):
         shard_parameter(module, "weight", region.grid.mesh, 0, device)
-        _become_shared(module, region, rows, JoinedHeads)
+        put_mixin_on(module, JoinedHeads, region).rows = rows
     else:
-        _become_shared(module, region, rows)
+        put_mixin_on(module, SharedHeads, region).rows = rows
+    # All query heads of a rank share its one key/value head.
+    region.owner.num_key_value_groups = region.heads[0] // region.group.size()
 
 
 def _split_shared_packed(
@@ -208,15 +210,8 @@ def _split_shared_packed(
         value = key + 1
     width = get_linear_sizes(module)[1] // (heads + 2 * kv_heads)
     rows = torch.tensor([*queries, key, value]).unsqueeze(1) * width + torch.arange(width)
-    _become_shared(module, region, rows.flatten())
-
-
-def _become_shared(
-    module: nn.Module, region: Region, rows: torch.Tensor, mixin: type[SharedHeads | JoinedHeads] = SharedHeads
-) -> None:
-    put_mixin_on(module, mixin, region).rows = rows
-    # All query heads of a rank share its one key/value head.
-    region.owner.num_key_value_groups = region.heads[0] // region.group.size()
+    put_mixin_on(module, SharedHeads, region).rows = rows.flatten()
+    region.owner.num_key_value_groups = own  # as in `_split_shared_heads`
 
 
 def _split_heads(owner: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
@@ -264,7 +259,7 @@ class SplitExperts(TensorParallelLayer):
         group = self.region.group
         cut = self.region.sequence_parallel
         enter, leave = (gather_sequence, reduce_scatter_sequence) if cut else (copy_to_group, reduce_from_group)
-        entered = self._run_by_expert(enter(self._run_by_token(hidden_states), group))
+        entered = self._arrange_rows(enter(self._arrange_rows(hidden_states, by_token=True), group), by_token=False)
         own: dict[str, torch.Tensor] = {}
         weights: dict[str, Any] = self._parameters
         for name, dim in self.expert_facts.widths.items():
@@ -274,18 +269,14 @@ class SplitExperts(TensorParallelLayer):
                 own[name] = copy_weight_to_group(weights[name], group) * float(group.rank() == 0)
         with hold_other_tensors(self, {name: with_added(self, name, weight) for name, weight in own.items()}):
             output = super().forward(entered, *(enter(tensor, group) for tensor in routing))
-        return self._run_by_expert(leave(self._run_by_token(output), group))
+        return self._arrange_rows(leave(self._arrange_rows(output, by_token=True), group), by_token=False)
 
-    def _run_by_token(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return one row for each token, as it travels. Dense experts have their tokens one expert after another."""
+    def _arrange_rows(self, rows: torch.Tensor, by_token: bool) -> torch.Tensor:
+        """Return one row for each token, as it travels, or one expert's tokens after another, as dense experts do."""
         if not self.expert_facts.dense:
             return rows
-        return rows.unflatten(0, (self.expert_facts.count, -1)).transpose(0, 1).flatten(1)
-
-    def _run_by_expert(self, tokens: torch.Tensor) -> torch.Tensor:
-        if not self.expert_facts.dense:
-            return tokens
-        return tokens.unflatten(1, (self.expert_facts.count, -1)).transpose(0, 1).flatten(0, 1)
+        moved = rows.unflatten(0 if by_token else 1, (self.expert_facts.count, -1)).transpose(0, 1)
+        return moved.flatten(1) if by_token else moved.flatten(0, 1)
 
 
 def split_experts(

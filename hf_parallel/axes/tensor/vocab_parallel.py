@@ -27,7 +27,7 @@ from hf_parallel.axes.tensor.region import Region
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
 from hf_parallel.model.calls import compute_targets_of, count_items
 from hf_parallel.ranks import all_reduce, copy_to_group, reduce_from_group
-from hf_parallel.ranks.local import get_autocast_dtype, whole_when_read
+from hf_parallel.ranks.local import get_autocast_dtype, make_class, whole_when_read
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -289,7 +289,8 @@ def apply_vocab_parallel(
         else:  # a subclass keeps what it adds (such as scaling) and finds the lookup in the parts behind it
             split: Any = module
             kind: type = type(module)
-            split.__class__, split.region = _make_lookup_class(kind), region
+            split.__class__ = make_class(kind.__name__, kind.__module__, kind, VocabParallel, nn.Embedding)
+            split.region = region
     if own_loss and "colwise_gather_output" in styles.values():
         model.loss_function = functools.partial(compute_causal_loss, model.loss_function)
 
@@ -386,8 +387,3 @@ def make_logits_whole(kind: type, model: nn.Module, args: tuple, output: object)
     """Let logits of this kind, which knows its `full_tensor`, be whole once they are read. A forward hook."""
     if isinstance(output, dict) and isinstance(dict.get(output, "logits"), kind):
         whole_when_read(output, "logits", operator.methodcaller("full_tensor"))
-
-
-@functools.cache
-def _make_lookup_class(cls: type) -> type:
-    return type(cls.__name__, (cls, VocabParallel, nn.Embedding), {"__module__": cls.__module__})
