@@ -31,6 +31,7 @@ PRECISIONS = ("bf16", "fp16", "fp8")
 #: So near the first are layouts that a user would try as well: half of all step times are predicted less exactly.
 NEAR = 0.03
 _MOST_FITTED = 60  # of a series: more take longer, and say the same
+_PULL = 3.0  # of a fit's start, so strong that one series more or less does not trade one number for another
 #: GiB outside of tensors, and the part of activations, temporaries and gathered weights that torch's allocator holds
 #: beyond need: where a fit starts, and the range of each.
 MEMORY = {
@@ -82,14 +83,19 @@ def read_room(row: published.Row) -> Room:
 
 
 def fit_memory(measured: list[Room], ran_or_not: list[Room], seed: int = 0) -> dict[str, float]:
-    """Return the four numbers with the smallest errors of measured rows and the fewest wrong answers about others."""
+    """Return the four numbers with the smallest errors of measured rows and the fewest wrong answers about others.
+
+    Where a fit starts pulls, as the prior of the efficiencies does.
+    """
     rng, found = random.Random(seed), {name: values[0] for name, values in MEMORY.items()}
     sizes = Counter(room.row["series"] for room in (*measured, *ran_or_not))
 
     def loss(numbers: dict[str, float]) -> float:
         total = sum(sizes[r.row["series"]] ** -0.6 * min(0.5, abs(r.error(numbers))) for r in measured)
         wrong = (r for r in ran_or_not if r.fits(numbers) == bool(r.row.get("oom")))
-        return total + sum(sizes[r.row["series"]] ** -0.6 * 0.3 for r in wrong)
+        total += sum(sizes[r.row["series"]] ** -0.6 * 0.3 for r in wrong)
+        away = (((numbers[name] - start) / (high - low)) ** 2 for name, (start, low, high) in MEMORY.items())
+        return total + _PULL * sum(away)
 
     best = loss(found)
     for _ in range(600):

@@ -46,7 +46,7 @@ _COMPLETED: dict[tuple[str, str], dict[str, Any]] = {
 _FRAMEWORKS: dict[str, dict[str, str]] = {
     "trl_1m": {"engine": "transformers", "attention": "sdpa"},
     "ms_swift": {"engine": "transformers"},
-    "torchtune": {"engine": "transformers", "recompute": "full"},
+    "torchtune": {"engine": "transformers"},
     "nemo_2412": {"engine": "transformer_engine"},
     "nemo_2502": {"engine": "transformer_engine"},
     "megatron_bridge_pretrain": {"engine": "transformer_engine"},
@@ -87,6 +87,7 @@ def call(row: Row, **changes: Any) -> Prediction:
     if "redistributed by cost" in str(row.get("note")):
         layout["split"] = split_by_cost(shape_of(model), row["pp"], row["recompute"], row["seq"])
     job = {key: row[key] for key in _JOB if key in row} | {"lora": "lora" in str(row.get("lora"))}
+    job |= {"four_bit": "nf4"} if row.get("lora") == "qlora" else {}
     where = {"gpu": row["gpu_type"], "gpus": row["gpus"], "gpus_per_node": row.get("gpus_per_node")}
     where["network"] = next((link for said, link in _NETWORKS.items() if said in str(row.get("note"))), None)
     return predict(**{"model": model, "layout": layout, **where, **job, **changes})
@@ -108,6 +109,8 @@ def completed(row: Row) -> Row:
         row["compiled"] = True
     elif row["engine"] == "torchtitan":  # torch's own operations
         row["fused_norms"] = False
+    if row["series"] == "torchtune" and row.get("lora") == "full":  # recipes/configs/llama3_1/8B_full_single_device
+        row["recompute"] = "full"
     if "rowwise" in str(row.get("precision")):
         row["eight_bit_scaling"] = "rowwise"
     if row.get("engine") == "transformer_engine":

@@ -82,7 +82,8 @@ class Habits:
 #: "nanotron": cuts a pipeline by the products of layers and head (`get_block_compute_costs`); 16-bit gradients are
 #: added to fp32 ones and freed (`FP32GradientAccumulator`), which are reduced where they lie.
 #: "torchtitan": FSDP2, and torchao's layers, which gather the parts of a sequence in 8 bits (float8_tensor_parallel);
-#: a pipeline's first and last stages have a layer less (`generate_llm_fqn_per_model_part`).
+#: a pipeline's first and last stages have a layer less (`generate_llm_fqn_per_model_part`). Per logit 16 bits, fp32
+#: and a logarithm of a probability in fp32.
 #: "transformers": models of Transformers as they are, under Trainer, Accelerate or TRL.
 #: "hf_parallel": this package's engine, compared with dry runs in tests/planner/test_analytic.py.
 HABITS = {
@@ -102,7 +103,7 @@ HABITS = {
     ),
     "composer": Habits(logit_bytes=4.0),
     "nanotron": Habits(balanced=True, gradients="fp32", bucket_gib=0.0),
-    "torchtitan": Habits(fsdp2=True, gathers_codes=True, ends_as_layers=(1, 1)),
+    "torchtitan": Habits(fsdp2=True, gathers_codes=True, ends_as_layers=(1, 1), logit_bytes=10.0),
     "transformers": Habits(eager=True),
     "hf_parallel": Habits(
         master_weights=False,
