@@ -63,15 +63,10 @@ class StepBatch:
         """
         if self.data_ranks == 1:
             return ""
-        kept, rule = self.kept_by, describe_learning_rate_rule(optimizer, self.data_ranks)
+        kept, rule = self.kept_by, f"learning_rate x {math.sqrt(self.data_ranks):.3g} (square-root rule, {optimizer})"
+        if "sgd" in optimizer.lower():
+            rule = f"learning_rate x {self.data_ranks:g} (linear rule, {optimizer})"
         if kept is None:
             why = f"{self.alone} sequences do not divide among {self.data_ranks} data ranks"
             return f"one process has {self.alone}; {why}: {rule}"
         return f"one process has {self.alone}: {kept.arguments} keep that, else {rule}"
-
-
-def describe_learning_rate_rule(optimizer: str, times: float) -> str:
-    """Return in words how the learning rate follows a batch that is so many times larger."""
-    if "sgd" in optimizer.lower():
-        return f"learning_rate x {times:g} (linear rule, {optimizer})"
-    return f"learning_rate x {math.sqrt(times):.3g} (square-root rule, {optimizer})"
