@@ -47,16 +47,18 @@ class Report:
         """Return the verdict in one line."""
         wrong = [f"{row.part} {row.what}" for row in self.rows if row.status == FAILED]
         slow = [f"{row.part} {row.what}" for row in self.rows if row.status == SLOW]
+        named = wrong or slow
+        some = ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
         ranks = f"{self.ranks} {self.counts}{'s' * (self.ranks != 1)}"
         if self.stopped is not None:
             return f"FAILED on {ranks}: {self.stopped}"
         if wrong:
-            return f"FAILED on {ranks}: {_format_some(wrong)}"
+            return f"FAILED on {ranks}: {some}"
         exact = sum(row.part == "parity" and row.status == OK for row in self.rows)
         numbers = f"; {exact} layouts as in one process" if exact else ""
         numbers += f"; NOT RUN: {', '.join(self.not_run)}" if self.not_run else ""
         if slow:
-            return f"works on {ranks}{numbers}, but slower than half of what the planner expects: {_format_some(slow)}"
+            return f"works on {ranks}{numbers}, but slower than half of what the planner expects: {some}"
         return f"works on {ranks}{numbers}"
 
     def to_dict(self) -> dict[str, object]:
@@ -87,7 +89,3 @@ def format_ranks(ranks: list[int]) -> str:
     """`0-3 8`, shortened where there are many."""
     shown = format_spans(ranks)
     return " ".join(shown[:8]) + (" …" if len(shown) > 8 else "")
-
-
-def _format_some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -186,8 +186,11 @@ def make_whole_tensors(
         AloneError: the other ranks are not where they can be asked.
         NotImplementedError: what is given is not what the model holds.
     """
-    own = model.state_dict()
-    wrong = [name for name, value in given.items() if name not in own or not _is_same_value(own[name], value)]
+    own, wrong = model.state_dict(), []
+    for name, value in given.items():  # equal values, whatever dtype and device they have
+        here, there = (get_stored(held).detach() for held in (own.get(name, value), value))
+        equal = here.shape == there.shape and torch.equal(here.to(there.dtype).cpu(), there.cpu())
+        wrong += [] if name in own and equal else [name]
     if wrong := wrong + [name for name in names if name in own and name not in given]:
         raise NotImplementedError(
             "hf_parallel: save_pretrained on one rank is given a part of the model that is not as it is now, first at "
@@ -197,9 +200,3 @@ def make_whole_tensors(
     dtypes = {value.dtype for value in given.values() if value.is_floating_point()}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in whole.items()}
-
-
-def _is_same_value(own: torch.Tensor, given: torch.Tensor) -> bool:
-    """Compare values, whatever dtype and device they have."""
-    a, b = get_stored(own).detach(), get_stored(given).detach()
-    return a.shape == b.shape and torch.equal(a.to(b.dtype).cpu(), b.cpu())

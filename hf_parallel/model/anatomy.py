@@ -258,16 +258,9 @@ def is_loss_summed_over_tokens(model: nn.Module) -> bool:
         return False
     # transformers takes the causal loss for types it does not know, such as that of GPT2LMHeadModel.
     causal = LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss) is ForCausalLMLoss
-    return causal and does_read_item_count(model)
-
-
-def does_read_item_count(model: nn.Module) -> bool:
-    """Return whether the model hands `num_items_in_batch` to its loss. BERT's heads do not.
-
-    A loss may still not read it, as that of CTC: what a causal one does is known, of others it is seen (`means`).
-    Where its forward cannot be rehearsed it counts as one that does not: the way that is exact for any loss.
-    """
-    return "num_items_in_batch" in find_keywords_of_loss(model, num_items_in_batch=1)
+    # A causal loss that is handed the count reads it. BERT's heads do not hand it on. A forward that cannot be
+    # rehearsed counts as one of those: the way that is exact for any loss.
+    return causal and "num_items_in_batch" in find_keywords_of_loss(model, num_items_in_batch=1)
 
 
 # ---- Packed projections: one weight that holds several, such as [q | k | v] or [gate | up] --------------------------

@@ -122,7 +122,11 @@ def choose_small_sizes(
     as_dict = config.to_dict()
     changes: dict[str, Any] = {}
     layers = next((as_dict[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if as_dict.get(key)), 0)
-    count = _choose_layer_count(layers, layout.stages) if isinstance(layers, int) else 4
+    count = 4
+    if isinstance(layers, int) and (layers <= 4 or layout.stages == 1):
+        count = min(layers, 4)
+    elif isinstance(layers, int):  # fills all stages; one more where the large model's do not divide either
+        count = min(layers, layout.stages * -(-4 // layout.stages) + bool(layers % layout.stages))
     for key, value in as_dict.items():
         part = getattr(type(config), "sub_configs", {}).get(key) and getattr(config, key, None)
         if hasattr(part, "to_diff_dict"):
@@ -161,13 +165,6 @@ def choose_small_sizes(
         stages = len(as_dict["depths"])
         fitting = {"embed_dim": 16, "depths": [1] * stages, "num_heads": [2] * stages}
     return {**changes, **fitting}
-
-
-def _choose_layer_count(layers: int, stages: int) -> int:
-    """Return four layers, or what fills all stages; one more where the large model's do not divide either."""
-    if layers <= 4 or stages == 1:
-        return min(layers, 4)
-    return min(layers, stages * -(-4 // stages) + bool(layers % stages))
 
 
 _LAYERS = r"num_hidden_layers|n_layers?|num_layers|num_blocks"

@@ -42,15 +42,6 @@ class StepBatch:
         return f"{self.sequences:,} sequences ({self.product}){tokens}"
 
     @property
-    def kept_by(self) -> StepBatch | None:
-        """The rows and accumulation steps with which the data ranks share one process's batch; None: they cannot."""
-        share, rest = divmod(self.alone, self.data_ranks)
-        if rest:
-            return None
-        rows = next(rows for rows in range(min(self.rows, share), 0, -1) if share % rows == 0)
-        return StepBatch(rows, share // rows, self.data_ranks)
-
-    @property
     def arguments(self) -> str:
         """Trainer's arguments for it."""
         return f"--per_device_train_batch_size {self.rows} --gradient_accumulation_steps {self.accumulation}"
@@ -63,15 +54,13 @@ class StepBatch:
         """
         if self.data_ranks == 1:
             return ""
-        kept, rule = self.kept_by, describe_learning_rate_rule(optimizer, self.data_ranks)
-        if kept is None:
+        rule = f"learning_rate x {math.sqrt(self.data_ranks):.3g} (square-root rule, {optimizer})"
+        if "sgd" in optimizer.lower():
+            rule = f"learning_rate x {self.data_ranks:g} (linear rule, {optimizer})"
+        share, rest = divmod(self.alone, self.data_ranks)
+        if rest:
             why = f"{self.alone} sequences do not divide among {self.data_ranks} data ranks"
             return f"one process has {self.alone}; {why}: {rule}"
+        rows = next(rows for rows in range(min(self.rows, share), 0, -1) if share % rows == 0)
+        kept = StepBatch(rows, share // rows, self.data_ranks)
         return f"one process has {self.alone}: {kept.arguments} keep that, else {rule}"
-
-
-def describe_learning_rate_rule(optimizer: str, times: float) -> str:
-    """Return in words how the learning rate follows a batch that is so many times larger."""
-    if "sgd" in optimizer.lower():
-        return f"learning_rate x {times:g} (linear rule, {optimizer})"
-    return f"learning_rate x {math.sqrt(times):.3g} (square-root rule, {optimizer})"

@@ -335,23 +335,18 @@ def find_measured_step(
         if step.get("model") != _make_model_key(shape) or step.get("batch") != dict(batch):
             continue
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            if _make_layout_key(ParallelConfig.parse(step["spec"]).resolve(step["world"])) == _make_layout_key(config):
+            measured, asked = (
+                (
+                    list_sizes_of(one),
+                    (one.pipeline_schedule, one.pipeline_split) if one.pp_size > 1 else (),
+                    (one.activation_checkpointing, one.offload, one.precision, one.compile),
+                )  # how a run is watched or saved takes no time
+                for one in (ParallelConfig.parse(step["spec"]).resolve(step["world"]), config)
+            )
+            if measured == asked:
                 return float(step["step_time_s"])
     return None
 
 
 def _make_model_key(shape: ModelShape) -> str:
     return f"{shape.name}, {shape.layers} layers, {shape.parameters} parameters"
-
-
-def _make_layout_key(config: ParallelConfig) -> tuple:
-    """Return what makes layouts take different times; not how a run is watched or saved."""
-    piped = (config.pipeline_schedule, config.pipeline_split) if config.pp_size > 1 else ()
-    return (
-        *list_sizes_of(config),
-        *piped,
-        config.activation_checkpointing,
-        config.offload,
-        config.precision,
-        config.compile,
-    )

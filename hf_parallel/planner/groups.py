@@ -71,15 +71,11 @@ class MixedCluster:
         """Number of GPUs of all groups."""
         return sum(group.cluster.gpus for group in self.groups)
 
-    @property
-    def slowest_link(self) -> Link:
-        """The link that a ring through all groups waits for."""
-        links = [self.between, *(group.cluster.between for group in self.groups if group.cluster.nodes > 1)]
-        return min(links, key=lambda link: link.bandwidth)
-
     def seen_from(self, group: Group) -> Cluster:
         """Return all GPUs as if they were of this group's kind, with the slowest link between nodes."""
-        return dataclasses.replace(group.cluster, gpus=self.gpus, between=self.slowest_link)
+        links = [self.between, *(other.cluster.between for other in self.groups if other.cluster.nodes > 1)]
+        slowest = min(links, key=lambda link: link.bandwidth)  # a ring through all groups waits for it
+        return dataclasses.replace(group.cluster, gpus=self.gpus, between=slowest)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""

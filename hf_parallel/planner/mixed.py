@@ -380,12 +380,7 @@ class _Search:
                 counts = [[examples // ranks] * own for own in of_groups]
             if counts and (kind == EVEN or len(set(itertools.chain(*counts))) > 1):
                 found.append(self._with_counts(kind, config, levers, calls, counts))
-        yield from self._find_fastest(found)
-
-    def _find_fastest(self, found: Iterable[MixedChoice | None]) -> Iterator[MixedChoice]:
-        best = min(filter(None, found), key=lambda choice: choice.step_time_s, default=None)
-        if best is not None:
-            yield best
+        yield from sorted(filter(None, found), key=lambda choice: choice.step_time_s)[:1]
 
     def _iterate_micro_steps(self, config: ParallelConfig) -> Iterator[tuple[int, int]]:
         """Yield numbers of micro-steps of a step, or of micro-batches of a pipeline, and examples of each."""
@@ -453,7 +448,8 @@ class _Search:
         sizes = list_micro_batches(self.any_goal, share, config)
         for order in itertools.permutations(self.mixed.groups):
             groups = [group for group in order for _ in range(group.cluster.gpus // width)]
-            yield from self._find_fastest(self._find_pipeline(config, levers, groups, size, share) for size in sizes)
+            found = (self._find_pipeline(config, levers, groups, size, share) for size in sizes)
+            yield from sorted(filter(None, found), key=lambda choice: choice.step_time_s)[:1]
 
     def _find_pipeline(
         self, config: ParallelConfig, levers: Levers, groups: list[Group], size: int, share: int
@@ -508,7 +504,12 @@ class _Stages:
         gpus = goals[self.names[0]].cluster.gpus
         self.clusters = {group.name: dataclasses.replace(group.cluster, gpus=gpus) for group in groups}
         self.alike = len(set(self.shape.blocks)) == 1
-        self.seconds, self.needed = functools.cache(self._compute_seconds), functools.cache(self._compute_needed)
+        self.seconds = functools.cache(self._compute_seconds)
+        self.needed = functools.cache(  # the GiB of a GPU that has the layers from `first` to before `last` at a place
+            lambda at, first, last: (
+                rank_memory([self.make_stage(at, first, last)], layout, jobs[self.names[at]], at).needed / GIB
+            )
+        )
 
     def make_stage(self, at: int, first: int, last: int) -> Stage:
         """Return the stage at a place with the layers from `first` to before `last`."""
@@ -519,10 +520,6 @@ class _Stages:
         """Return the seconds of a forward and of a backward of these layers on a group's GPU."""
         stage = self.make_stage(0, first, last)
         return compute_stage_times(stage, self.layout, self.jobs[name], self.clusters[name]).totals
-
-    def _compute_needed(self, at: int, first: int, last: int) -> float:
-        """Return the GiB of a GPU that has these layers at a place."""
-        return rank_memory([self.make_stage(at, first, last)], self.layout, self.jobs[self.names[at]], at).needed / GIB
 
     def cost(self, at: int, first: int, last: int) -> float:
         """Return seconds of a micro-batch at a place with these layers; infinite where they do not fit."""

@@ -54,7 +54,6 @@ from hf_parallel.planner.states import (
     count_packed_width,
     count_summed_width,
     offload_seconds,
-    sum_width,
 )
 
 if TYPE_CHECKING:
@@ -366,7 +365,10 @@ def compute_stage_times(stage: Stage, layout: Layout, job: Job, cluster: Cluster
         shards = layout.shards if sharded else 1
         numbers = stage.dense(*layout.tp_and_columns) / shards + stage.experts(layout.expert_split)
         own = 0 if job.habits.transformer_engine else job.stored
-        accumulating = compute_memory_seconds(gpu, numbers * (own + 2 * sum_width(job)))
+        summed = count_summed_width(job)  # bytes per number
+        if job.habits.master_weights:
+            summed = float(max(job.stored, 2 if job.gradient_bytes == 2 else 4))
+        accumulating = compute_memory_seconds(gpu, numbers * (own + 2 * summed))
     total += Times(backward={"accumulating gradients": accumulating})
     if job.autocast:  # fp32 weights are read and 16-bit copies written once for all micro-batches, gradients from each
         weights = stage.dense(*layout.tp_and_columns)  # experts compute in fp32

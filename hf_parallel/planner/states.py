@@ -61,13 +61,6 @@ def count_summed_width(job: Job) -> float:
     return max(4.0, job.stored) if job.habits.fp32_sums else float(job.stored)
 
 
-def sum_width(job: Job) -> float:
-    """Return the bytes per number of the sum to which micro-batches add their gradients."""
-    if not job.habits.master_weights:
-        return count_summed_width(job)
-    return float(max(job.stored, 2 if job.gradient_bytes == 2 else 4))
-
-
 def state_bytes(job: Job, zero_stage: int) -> StateBytes:
     """Return the bytes that training keeps per parameter that is not an adapter's.
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 _ORIGINS = {"plan": "model's plan", "inferred": "structure", "known": "known kind"}
 _VOCABULARY = ("embedding_rowwise", "colwise_gather_output")
+_NUMBERS = re.compile(r"\.\d+(?=\.|$)")  # of layers, in the name of a module
 _HEADINGS = ("module", "style", "from", "whole -> per rank", "stays whole")
 
 
@@ -97,8 +98,6 @@ def render_examination(report: Report) -> str:
         shape = str(list(split.whole)) + (f" -> {list(split.per_rank)}" if split.per_rank != split.whole else "")
         origin = _ORIGINS.get(split.origin, split.origin)
         rows.append((pattern, split.style, origin, shape, ", ".join(split.stays_whole)))
-    if report.splits:
-        lines += [*_align_columns(rows), ""]
     facts: list[tuple[str, ...]] = [*report.facts.items()]
     for place in report.pipeline:
         stored = f"{place.parameters:,} parameters, {format_bytes(place.bytes)}"
@@ -109,12 +108,12 @@ def render_examination(report: Report) -> str:
             facts.append(("fullest rank", stored))
     facts += [("note", note) for note in report.notes]
     facts += [("stops it", problem) for problem in report.problems] or [("works", "nothing stops it")]
-    return "\n".join([*lines, *_align_columns(facts)])
-
-
-def _align_columns(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    for table in ([rows] if report.splits else []) + [facts]:
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        aligned = (zip(row, widths, strict=True) for row in table)
+        lines += ["  ".join(f"{cell:<{width}}" for cell, width in cells).rstrip() for cells in aligned]
+        lines += [""]
+    return "\n".join(lines[:-1])
 
 
 def format_bytes(count: float) -> str:
@@ -218,7 +217,7 @@ def _list_splits(anatomy: Anatomy, part: TensorPart, cuts: dict[str, Cut], confi
         key = parameters[0]
         per_rank = compute_tp_shape(shapes[key], cuts.get(key, ()), config, 0)
         whole = tuple(name.rpartition(".")[2] for name in parameters if name not in cuts) if origin else ()
-        alike = (_fold_numbers(module), style, origin, shapes[key], per_rank, whole)
+        alike = (_NUMBERS.sub(".*", module), style, origin, shapes[key], per_rank, whole)
         groups.setdefault(alike, []).append(module)
     patterns = [pattern for pattern, *_ in groups]
     return [
@@ -236,10 +235,6 @@ def _group_by_module(names: tuple[str, ...]) -> dict[str, list[str]]:
     return modules
 
 
-def _fold_numbers(name: str) -> str:
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
-
-
 def _join_numbered(names: list[str]) -> str:
     """Join layers.0.x, layers.1.x, layers.3.x to layers.0-1,3.x; numbers behind the first become *."""
     parts = [re.split(r"\.(\d+)(?=\.|$)", name, maxsplit=1) for name in names]
@@ -248,7 +243,8 @@ def _join_numbered(names: list[str]) -> str:
     numbers = sorted({int(part[1]) for part in parts})
     runs = [[n for _, n in run] for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     shown = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-    return f"{parts[0][0]}.{shown}{_fold_numbers(parts[0][2])}"
+    rest = _NUMBERS.sub(".*", parts[0][2])
+    return f"{parts[0][0]}.{shown}{rest}"
 
 
 def _describe_experts(plan: Plan) -> dict[str, str]:
@@ -290,7 +286,11 @@ def _count_held(
     tables = []
     for place in range(config.pp_size):
         stages = [] if part is None else config.stages_of_rank(place)
-        held = [p for p in anatomy.parameters if part is None or _does_hold(part, stages, p.names)]
+        held = [
+            p
+            for p in anatomy.parameters
+            if part is None or not all(find_holding_stages(part, name).isdisjoint(stages) for name in p.names)
+        ]
         tables.append(count_stored(held, cuts, config, apart))
         parameters, size = (max(column) for column in zip(*tables[-1].values(), strict=True))
         layers, others = [], []
@@ -298,13 +298,9 @@ def _count_held(
             prefix, ranges = part.facts.layers, list_layer_ranges(part)
             layers = [_join_numbered([f"{prefix}.{i}" for i in range(*ranges[stage])]) for stage in stages]
             modules = [name for name in _group_by_module(anatomy.names) if not name.startswith(f"{prefix}.")]
-            others = [name for name in modules if _does_hold(part, stages, (name,))]
+            others = [name for name in modules if not find_holding_stages(part, name).isdisjoint(stages)]
         report.pipeline.append(PipelineRank(stages, layers, others, parameters, size))
     for rank in range(config.world_size):
         where = compute_coordinates(config, rank)
         shard = where["dp_shard"] * config.cp_size + where["cp"]
         report.parameters_per_rank.append(tables[where["pp"]][shard, where["tp"]][0])
-
-
-def _does_hold(part: PipelinePart, stages: list[int], names: tuple[str, ...]) -> bool:
-    return any(not find_holding_stages(part, name).isdisjoint(stages) for name in names)

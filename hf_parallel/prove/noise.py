@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _aten = torch.ops.aten
 #: Units in the last place of the largest sum by which sums in another order differ.
 _SUMS_ARE_OFF = 8
+_SOFTMAX = {_aten._log_softmax.default, _aten._softmax.default}
+_NORMS = {_aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar}
 
 
 class SumsInAnotherOrder(TorchDispatchMode):
@@ -31,15 +33,19 @@ class SumsInAnotherOrder(TorchDispatchMode):
             bias, left, right = args
             return _multiply_in_halves(_aten.mm.default, left, right) + bias
         if func in _SOFTMAX and not kwargs and args[2] is False and _is_plain(args[0]) and args[0].shape[args[1]] > 1:
-            return _SOFTMAX[func](args[0], args[1])
+            first, second = (part.logsumexp(args[1], keepdim=True) for part in args[0].tensor_split(2, args[1]))
+            result = args[0] - torch.logaddexp(first, second)
+            return result.exp() if func is _aten._softmax.default else result
         if func is _aten.relu.default and _is_plain(*args) and args[0].numel():
             size = args[0].abs()
             is_zero = size <= _SUMS_ARE_OFF * torch.finfo(size.dtype).eps * size.amax()
             return func(torch.where(is_zero, -args[0], args[0]))
-        if func is _aten.linalg_vector_norm.default and _is_norm_2(args, kwargs) and _is_plain(args[0]):
-            return _compute_norm_of_parts(args[0])
-        if func is _aten._foreach_norm.Scalar and _is_norm_2(args, kwargs) and _is_plain(*args[0]):
-            return [_compute_norm_of_parts(tensor) for tensor in args[0]]
+        if func in _NORMS and not kwargs and args[1:] in ((), (2,), (2.0,)):
+            tensors = args[0] if func is _aten._foreach_norm.Scalar else [args[0]]
+            if _is_plain(*tensors):
+                parts = ([torch.linalg.vector_norm(part) for part in t.flatten().tensor_split(3)] for t in tensors)
+                norms = [torch.linalg.vector_norm(torch.stack(of_parts)) for of_parts in parts]
+                return norms if func is _aten._foreach_norm.Scalar else norms[0]
         return func(*args, **kwargs)
 
 
@@ -47,31 +53,11 @@ def _is_plain(*tensors: Any) -> bool:
     return all(type(tensor) is torch.Tensor and tensor.is_floating_point() for tensor in tensors)
 
 
-def _is_norm_2(args: tuple, kwargs: dict[str, Any]) -> bool:
-    return not kwargs and args[1:] in ((), (2,), (2.0,))
-
-
 def _multiply_in_halves(product: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     half = left.shape[-1] // 2
     if half == 0:
         return product(left, right)
     return product(left[..., :half], right[..., :half, :]) + product(left[..., half:], right[..., half:, :])
-
-
-def _compute_log_softmax(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    first, second = (part.logsumexp(dim, keepdim=True) for part in tensor.tensor_split(2, dim))
-    return tensor - torch.logaddexp(first, second)
-
-
-_SOFTMAX = {
-    _aten._log_softmax.default: _compute_log_softmax,
-    _aten._softmax.default: lambda tensor, dim: _compute_log_softmax(tensor, dim).exp(),
-}
-
-
-def _compute_norm_of_parts(tensor: torch.Tensor) -> torch.Tensor:
-    parts = tensor.flatten().tensor_split(3)
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in parts]))
 
 
 @torch.no_grad()

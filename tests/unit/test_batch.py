@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from hf_parallel.planner.batch import StepBatch, describe_learning_rate_rule
+from hf_parallel.planner.batch import StepBatch
 
 
 def test_factors_and_tokens():
@@ -18,17 +18,15 @@ def test_factors_and_tokens():
 def test_arguments_keep_the_batch_of_one_process(rows, accumulation, ranks):
     """Exactly, with no more sequences on a device than the script has; or it is said that none do."""
     batch = StepBatch(rows, accumulation, ranks)
-    kept = batch.kept_by
-    if batch.alone % ranks:
-        assert kept is None
-        assert re.search(rf"\b{batch.alone} .*\b{ranks} data ranks", batch.advice("adamw_torch"))
-        return
-    assert kept.sequences == batch.alone
-    assert kept.rows <= rows
     found = re.search(
         r"--per_device_train_batch_size (\d+) --gradient_accumulation_steps (\d+)", batch.advice("adamw")
     )
+    if batch.alone % ranks:
+        assert found is None
+        assert re.search(rf"\b{batch.alone} .*\b{ranks} data ranks", batch.advice("adamw_torch"))
+        return
     assert int(found[1]) * int(found[2]) * ranks == batch.alone
+    assert int(found[1]) <= rows
 
 
 def test_one_data_rank_changes_nothing():
@@ -46,5 +44,4 @@ def test_one_data_rank_changes_nothing():
     ],
 )
 def test_rules(optimizer, rule):
-    assert describe_learning_rate_rule(optimizer, 4) == rule
-    assert StepBatch(8, 1, 4).advice(optimizer).endswith(rule)
+    assert StepBatch(8, 1, 4).advice(optimizer).endswith(f", else {rule}")

@@ -4,7 +4,7 @@ import pytest
 import transformers
 from torch import nn
 
-from hf_parallel.model.anatomy import does_read_item_count
+from hf_parallel.model.calls import find_keywords_of_loss
 from tests import models
 
 
@@ -42,11 +42,12 @@ class CannotBeRehearsed(PassesOn):
 )
 def test_does_the_model_hand_the_count_to_its_loss(kind, reads):
     """Where nothing can be seen of it, it counts as one that does not."""
-    assert does_read_item_count(kind(models.llama())) is reads
+    found = find_keywords_of_loss(kind(models.llama()), num_items_in_batch=1)
+    assert ("num_items_in_batch" in found) is reads
 
 
 def test_the_model_is_not_changed():
     """Heads of BERT's kind write into their config what their loss is."""
     model = transformers.BertForSequenceClassification(models.bert(num_labels=3))
-    assert not does_read_item_count(model)
+    assert "num_items_in_batch" not in find_keywords_of_loss(model, num_items_in_batch=1)
     assert model.config.problem_type is None

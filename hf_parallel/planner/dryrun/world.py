@@ -149,13 +149,12 @@ class Shapes(FakeTensorMode):
             return result
         if made is None:
             return args[0]
-        return self._fresh(made) if type(made) is tuple else [self._fresh(one) for one in made]
-
-    def _fresh(self, made: _Made) -> FakeTensor:
-        shape, stride, dtype, device = made
-        with in_kernel_invocation_manager(self):
-            empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        return FakeTensor(self, empty, device)
+        fresh = []
+        for shape, stride, dtype, device in [made] if type(made) is tuple else made:
+            with in_kernel_invocation_manager(self):
+                empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            fresh.append(FakeTensor(self, empty, device))
+        return fresh[0] if type(made) is tuple else fresh
 
     def _plain(self, value: Any) -> None:
         if type(value) is not FakeTensor or value.constant is not None or value.fake_mode is not self:
