@@ -181,6 +181,7 @@ class _StandIn:
 
     perform_reduce_grad = _do_nothing
     get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _do_nothing
+    release_fwd_send_outputs = _do_nothing
 
 
 def _read_torch_schedule(name: str, stages: int, virtual: int, micro_batches: int) -> Order:
