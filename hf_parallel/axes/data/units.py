@@ -1,4 +1,4 @@
-"""The records that torch keeps of an FSDP2 unit: internals, as there is no call for them, of torch 2.11 to 2.13."""
+"""The records that torch keeps of an FSDP2 unit: internals, as there is no call for them, of torch 2.11 to 2.15."""
 
 from __future__ import annotations
 

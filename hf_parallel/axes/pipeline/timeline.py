@@ -71,7 +71,7 @@ def order(name: str, stages: int, virtual: int, micro_batches: int) -> Order:
 
     Raises:
         SpecError: the schedule cannot run with these numbers.
-        RuntimeError: this version of torch keeps its schedules in another form than 2.11 to 2.13.
+        RuntimeError: this version of torch keeps its schedules in another form than 2.11 to 2.15.
     """
     if name in MIRRORED_SCHEDULES:
         return make_mirrored_order(stages, micro_batches)
