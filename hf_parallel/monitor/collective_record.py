@@ -222,7 +222,7 @@ def list_unfinished_on_device() -> dict[str, set[int]]:
 
 def _list_flight_recorders() -> list[Callable[..., bytes]]:
     """Return what reads the records of NCCL: torch 2.15 keeps those of its new backend, "nccl2", apart."""
-    known = torch._C._distributed_c10d
+    known: Any = torch._C._distributed_c10d
     dumps = [known._dump_nccl_trace] if hasattr(known, "_dump_nccl_trace") else []
     if hasattr(dist, "ProcessGroupNCCL2"):
         dumps.append(functools.partial(known._dump_fr_trace, backend="nccl2"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
 
 import torch
@@ -98,7 +98,7 @@ def reduce_whole_gradients(unit: FSDPModule) -> None:
     state = get_state_of(unit)
     for group in iterate_parameter_groups(cast(nn.Module, unit)):
         group.post_backward()
-    shared = state._state_ctx
+    shared: Any = state._state_ctx
     if hasattr(shared, "manual_backward_finalization_active"):
         # A stage of torch 2.15 has announced that it ends its backward passes itself; here they end as others do.
         shared.manual_backward_finalization = shared.manual_backward_finalization_active = False
@@ -107,7 +107,7 @@ def reduce_whole_gradients(unit: FSDPModule) -> None:
 
 def forget_end_of_backward(unit: FSDPModule) -> None:
     """Let `unit`, a root, forget how a schedule meant to end backward passes whose gradients were taken."""
-    shared = get_state_of(unit)._state_ctx
+    shared: Any = get_state_of(unit)._state_ctx
     if hasattr(shared, "manual_backward_finalization_active"):
         shared.manual_backward_finalization, shared.manual_backward_finalization_active = False, None
 
@@ -116,18 +116,18 @@ def set_gradient_dtype(group: FSDPParamGroup, held: Sequence[FSDPParam], dtype: 
     """Let the stored parameters `held` of a group get gradients of this dtype. They have none now."""
     if hasattr(group, "_orig_dtype"):
         group._orig_dtype = dtype
-    for one in held:
+    for one in cast("Sequence[Any]", held):
         if hasattr(one, "sharded_grad_dtype"):
             one.sharded_grad_dtype = dtype
         one.sharded_param.grad_dtype = dtype
 
 
-def get_gradient_dtype(group: FSDPParamGroup, held: FSDPParam) -> torch.dtype | None:
+def get_gradient_dtype(group: FSDPParamGroup, held: Any) -> torch.dtype | None:
     """Return the dtype in which a stored parameter of the group gets its gradient."""
     return group._orig_dtype if hasattr(group, "_orig_dtype") else held.sharded_grad_dtype
 
 
-def follow_weights_dtype(held: FSDPParam) -> None:
+def follow_weights_dtype(held: Any) -> None:
     """Let a stored parameter that was cast get gradients of its new dtype; torch 2.15 would go on with the former."""
     if getattr(held, "sharded_grad_dtype", None) not in (None, held.sharded_param.dtype):
         held.sharded_grad_dtype = held.sharded_param.grad_dtype = held.sharded_param.dtype

@@ -170,7 +170,8 @@ class TorchStage(PipelineStage):
                 continue
             if hasattr(info, "allocate_buffer"):
                 if like is not None:
-                    info.tensor_meta = type(info.tensor_meta).from_tensor(like)
+                    known: Any = type(info.tensor_meta)
+                    info.tensor_meta = known.from_tensor(like)
             else:
                 buffer = None if like is None else torch.empty_like(like, device=self.device, requires_grad=False)
                 info.buffer = buffer
