@@ -23,6 +23,7 @@ from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.data.parameters import make_identical
 from hf_parallel.axes.data.units import (
+    follow_weights_dtype,
     forget_gathered_memory,
     holds_whole_gradient,
     iterate_parameter_groups,
@@ -178,6 +179,7 @@ def _apply_to_model(model: PreTrainedModel, fn: Callable, *args: object, **kwarg
     type(model)._apply(model, fn, *args, **kwargs)
     for one in held:
         one.reset_sharded_param()
+        follow_weights_dtype(one)
     forget_gathered_memory(root)
     return model
 

@@ -34,7 +34,9 @@ CHECKED = {
     "unsloth": ("2026.10", "2026.10"),
 }
 #: The same of torch, of which only public functions are patched: a newer one may well work, and is only told about.
-TORCH = ("2.11", "2.13")
+TORCH = ("2.11", "2.15")
+#: What GPUs have run is torch 2.13's NCCL backend; torch 2.15 takes another one, unless the environment says no.
+FORMER_NCCL = "TORCH_DIST_USE_NCCL2"
 #: Libraries that may be missing, and are patched when a script imports them: nobody else should wait for them.
 OPTIONAL = {"peft", "trl", "bitsandbytes", "sentence_transformers", "setfit", "swift", "torchmetrics", "unsloth"}
 #: Set to 1 to go on with an older torch, at your own risk.
@@ -320,7 +322,7 @@ def list_newer_libraries() -> list[str]:
 
 
 def check_torch() -> list[str]:
-    """A line about a torch that nobody has looked at yet, or none.
+    """Return a line about a torch, or about its NCCL backend, that nobody has looked at yet, or none.
 
     Raises:
         SpecError: it is too old.
@@ -330,7 +332,20 @@ def check_torch() -> list[str]:
         refuse(f"torch {found}", "too old", do=f"torch {first} to {last} work ({ALLOW_UNKNOWN}=1 goes on regardless)")
     if found.release[:2] > Version(last).release:
         return [f"torch {found} is newer than those this version was checked on ({first} to {last})"]
+    if _has_untried_nccl():
+        return [
+            f"torch {found} has a new NCCL backend, on which no layout has run; {FORMER_NCCL}=0 takes the former one"
+        ]
     return []
+
+
+def _has_untried_nccl() -> bool:
+    import torch
+    import torch.distributed as dist
+
+    # torch 2.14 has both, too, and takes the former one.
+    takes_new = hasattr(dist.distributed_c10d, "_register_builtin_nccl_as_legacy")
+    return takes_new and torch.cuda.is_available() and os.environ.get(FORMER_NCCL) != "0"
 
 
 def read_library_version(library: str) -> Version:

@@ -134,7 +134,7 @@ class CollectiveRecord(Listener):
         if place not in self._on_host:
             on_host = can_send_host_memory(call.group)
             if on_host and tensor is not None and tensor.device.type != "cpu":  # a group of gloo and NCCL
-                on_host = call.group._get_backend(tensor.device).name() != "nccl"
+                on_host = not call.group._get_backend(tensor.device).name().startswith("nccl")  # "nccl2" in torch 2.15
             self._on_host[place] = on_host
         entry.on_host = self._on_host[place]
         self.entries[name].append(entry)
@@ -211,14 +211,22 @@ class CollectiveRecord(Listener):
 
 def list_unfinished_on_device() -> dict[str, set[int]]:
     """Group name -> numbers of its collectives that NCCL has not finished, as torch's flight recorder knows them."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
     found: defaultdict[str, set[int]] = defaultdict(set)
-    if dump is not None:
+    for dump in _list_flight_recorders():
         with contextlib.suppress(Exception):  # it is only there while NCCL is, and its form is torch's own
             for entry in pickle.loads(dump(True, False, False)).get("entries", []):
                 if entry["state"] != "completed" and not entry.get("is_p2p"):
                     found[str(entry["process_group"][0])].add(entry["collective_seq_id"])
     return found
+
+
+def _list_flight_recorders() -> list[Callable[..., bytes]]:
+    """Return what reads the records of NCCL: torch 2.15 keeps those of its new backend, "nccl2", apart."""
+    known: Any = torch._C._distributed_c10d
+    dumps = [known._dump_nccl_trace] if hasattr(known, "_dump_nccl_trace") else []
+    if hasattr(dist, "ProcessGroupNCCL2"):
+        dumps.append(functools.partial(known._dump_fr_trace, backend="nccl2"))
+    return dumps
 
 
 # ---- the module in progress ----------------------------------------------------------------------------------------

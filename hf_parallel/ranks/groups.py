@@ -124,7 +124,7 @@ def connect_group(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _does_connect_late(group: dist.ProcessGroup) -> bool:
-    return dist.get_backend(group) == "nccl"
+    return dist.get_backend(group).startswith("nccl")  # torch 2.15 has others of NCCL, which a script can name
 
 
 def time_out() -> timedelta | None:

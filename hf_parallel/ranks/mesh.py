@@ -290,5 +290,7 @@ def end_all_groups() -> None:
 
 def set_time_out(limit: timedelta) -> None:
     """Set the time-out of collectives of all groups of this process."""
+    # torch 2.14 has made it public, and warns of its former name.
+    set_of_group = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in list(dist.distributed_c10d._world.pg_map):
-        dist.distributed_c10d._set_pg_timeout(limit, group)
+        set_of_group(limit, group)

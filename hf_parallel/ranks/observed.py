@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hf_parallel.ask.replaced import Replaced
 from hf_parallel.ask.session import of_process
 
-#: Methods of ProcessGroup and what they do; torch 2.13 has renamed some.
+#: Methods of ProcessGroup and what they do; torch 2.13 has renamed some, 2.15 has more.
 KINDS = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce",
@@ -45,6 +45,8 @@ KINDS = {
     "broadcast": "broadcast",
     "reduce": "reduce",
     "gather": "gather",
+    "gather_single": "gather",
+    "gather_into_tensor": "gather",
     "scatter": "scatter",
     "barrier": "barrier",
     "send": "send",

@@ -120,7 +120,7 @@ def test_a_collective_of_the_device_is_a_wait_wherever_the_host_stands(recorded,
         assert "for rank 3; rank 3 is in a callback" in told
 
 
-@pytest.mark.parametrize(("backend", "kept"), [("nccl", False), ("gloo", True)])
+@pytest.mark.parametrize(("backend", "kept"), [("nccl", False), ("nccl2", False), ("gloo", True)])
 def test_work_of_nccl_is_not_kept_in_a_group_that_has_gloo_too(recorded, backend, kept):
     """It would keep tensors of the GPU until a later collective looks."""
     call = Call("allreduce", Group("cpu", backend), ([torch.ones(2, device="meta")],))

@@ -146,14 +146,30 @@ def test_what_older_trainers_do_otherwise():
 
 
 def test_torch(versions, monkeypatch):
-    for found in ("2.11.0", "2.11.0+cu130", "2.13.1"):
+    for found in ("2.11.0", "2.11.0+cu130", "2.13.1", "2.15.0"):
         versions(torch=found)
         assert check_torch() == []
-    versions(torch="2.15.0")
-    assert check_torch() == ["torch 2.15.0 is newer than those this version was checked on (2.11 to 2.13)"]
+    versions(torch="2.16.0")
+    assert check_torch() == ["torch 2.16.0 is newer than those this version was checked on (2.11 to 2.15)"]
     versions(torch="2.10.1")
-    with pytest.raises(SpecError, match=pattern_of_refusal("torch 2.10.1", works="torch 2.11 to 2.13 work")):
+    with pytest.raises(SpecError, match=pattern_of_refusal("torch 2.10.1", works="torch 2.11 to 2.15 work")):
         check_torch()
+
+
+def test_an_nccl_backend_that_no_layout_ran_on_is_told(versions, monkeypatch):
+    versions(torch="2.15.0")
+    c10d = torch.distributed.distributed_c10d
+    monkeypatch.setattr(c10d, "_register_builtin_nccl_as_legacy", None, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
+    [said] = check_torch()
+    assert "torch 2.15.0" in said
+    assert "TORCH_DIST_USE_NCCL2=0" in said
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "0")
+    assert check_torch() == []
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2")
+    monkeypatch.delattr(c10d, "_register_builtin_nccl_as_legacy")  # as before 2.15
+    assert check_torch() == []
 
 
 @pytest.mark.parametrize("key", ["tp_overlap", "lean_loss"])

@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,16 @@ from torch.utils._pytree import tree_leaves
 
 from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.axes.data.lowered import keep_copies
-from hf_parallel.axes.data.units import get_state_of, iterate_parameter_groups, iterate_sharded_modules
+from hf_parallel.axes.data.units import (
+    forget_end_of_backward,
+    get_gradient_dtype,
+    give_whole_gradient,
+    iterate_parameter_groups,
+    iterate_sharded_modules,
+    reduce_whole_gradients,
+    set_gradient_dtype,
+    take_whole_gradient,
+)
 from hf_parallel.ranks.mesh import EXPERT_AXES, ParallelMesh, get_stored
 
 if TYPE_CHECKING:
@@ -112,21 +121,21 @@ def _widen_gradients(root: nn.Module) -> None:
     widened = []
     for group in (group for group in iterate_parameter_groups(root) if group.reduce_grads):
         held = [p for p in group.fsdp_params if p.sharded_param.dtype in (torch.bfloat16, torch.float16)]
-        if held and group._orig_dtype != torch.float32:
-            widened.append((group, group._orig_dtype, [p.sharded_param for p in held]))
-            group._orig_dtype = torch.float32
-            for parameter in widened[-1][2]:
-                parameter.grad_dtype = torch.float32
+        if held and get_gradient_dtype(group, held[0]) != torch.float32:
+            widened.append((group, held))
+            set_gradient_dtype(group, held, torch.float32)
     setattr(root, _WIDENED, widened)
 
 
 def _narrow_gradients(root: nn.Module) -> None:
     """Round gradients to their parameters' dtype. The hooks of several outputs may call it; the first call does it."""
-    for group, dtype, parameters in getattr(root, _WIDENED) or ():
-        group._orig_dtype = dtype
+    for group, held in getattr(root, _WIDENED) or ():
+        parameters = [one.sharded_param for one in held]
+        gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
-            gradient, parameter.grad = parameter.grad, None
-            parameter.grad_dtype = parameter.dtype
+            parameter.grad = None
+        set_gradient_dtype(group, held, parameters[0].dtype)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
     setattr(root, _WIDENED, None)
 
@@ -155,15 +164,13 @@ class Run:
         self.whole = []
         for group in (group for stage in self.held.stages for group in iterate_parameter_groups(stage)):
             for parameter in group.fsdp_params:
-                if not hasattr(parameter, "_unsharded_param"):
-                    continue
-                parameter.accumulate_unsharded_grad_if_needed()
-                parameter.to_accumulated_grad_if_needed()  # sums of 16 bits are kept in fp32
-                whole, given = parameter.unsharded_accumulated_grad, parameter._unsharded_param.grad
-                parameter.unsharded_accumulated_grad = parameter._unsharded_param.grad = None
-                if (gradient := given if whole is None else whole) is not None:
-                    self.whole.append((parameter, gradient))
+                if hasattr(parameter, "_unsharded_param"):
+                    gradient = take_whole_gradient(parameter)
+                    if gradient is not None:
+                        self.whole.append((parameter, gradient))
             group._to_sharded()
+        for stage in self.held.stages:
+            forget_end_of_backward(stage)
 
     def hand_over(self, scale: torch.Tensor | None) -> None:
         """Add the gradients of the run, times `scale`, to the held ones. After the last run, reduce all of them."""
@@ -198,15 +205,13 @@ class HeldGradients:
     def reduce(self) -> None:
         """Reduce the held gradients into those of the stored parameters, as torch's schedules do at their end."""
         for parameter, gradient in self._held.items():
-            parameter.unsharded_accumulated_grad = gradient
+            give_whole_gradient(parameter, gradient)
         self._held = {}
         for stage in self.stages:
             stage.set_is_last_backward(True)
             stage.set_reshard_after_backward(True)
             stage.set_requires_gradient_sync(True)
-            for group in iterate_parameter_groups(cast(nn.Module, stage)):
-                group.post_backward()
-            get_state_of(stage)._root_post_backward_final_callback()
+            reduce_whole_gradients(stage)
 
 
 def clip_grad_norm(

@@ -237,7 +237,8 @@ def change(root: nn.Module, dtype: torch.dtype | None) -> None:
     for unit in iterate_sharded_modules(root):
         get_state_of(unit)._mp_policy = policy
     for group in iterate_parameter_groups(root):
-        group.mp_policy = policy
+        if hasattr(group, "mp_policy"):  # torch 2.15 has it of each parameter alone
+            group.mp_policy = policy
         for parameter in group.fsdp_params:
             parameter.mp_policy = policy
     forget_gathered_memory(root)

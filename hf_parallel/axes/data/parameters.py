@@ -17,7 +17,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import _get_param_mod
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_parallel.axes.data.units import get_groups_of, iterate_parameter_groups, iterate_sharded_modules
+from hf_parallel.axes.data.units import (
+    get_groups_of,
+    get_state_of,
+    iterate_parameter_groups,
+    iterate_sharded_modules,
+    renew_group,
+)
 from hf_parallel.axes.data.zero import lend
 
 if TYPE_CHECKING:
@@ -104,12 +110,12 @@ def add_late_parameters(root: nn.Module, mesh: ParallelMesh | None = None) -> No
             groups = [mesh.sharing_mesh.get_group(axis) for axis in range(mesh.sharing_mesh.ndim)]
             send_from_first(new, [*groups, *([mesh.group("tp")] if mesh.size("tp") > 1 else [])], mesh.device)
         for parameter, where in zip(new, _get_param_module_infos(new, modules), strict=True):
-            meshes, policies = (group.mesh_info, group.post_forward_mesh_info), (group.mp_policy, group.offload_policy)
+            policies = get_state_of(group.modules[0])._mp_policy, group.offload_policy
+            meshes = group.mesh_info, group.post_forward_mesh_info
             held = FSDPParam(parameter, where, *meshes, group.device, None, *policies)
             lend(held)
             group.fsdp_params.append(held)
-        if group._reset_sharded_params:  # it has run already; else it finds out about dtypes when it first does
-            group._init_mp_dtypes()
+        renew_group(group)
 
 
 def iterate_late_parameters(
@@ -146,6 +152,7 @@ def remove_late_parameters(root: nn.Module, changed: Iterable[nn.Module] = ()) -
         here = {id(module) for module in _iterate_own_modules(cast(nn.Module, unit))} - gone
         for group in get_groups_of(unit):
             group.fsdp_params[:] = [held for held in group.fsdp_params if id(held._module_info.module) in here]
+            renew_group(group)
 
 
 def find_registrations(info: ParamModuleInfo) -> Iterator[tuple[int, str]]:

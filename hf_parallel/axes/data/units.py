@@ -1,10 +1,10 @@
-"""The records that torch keeps of an FSDP2 unit: internals, as there is no call for them, of torch 2.11 to 2.13."""
+"""The records that torch keeps of an FSDP2 unit: internals, as there is no call for them, of torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
 
 import torch
@@ -59,6 +59,91 @@ def holds_whole_gradient(held: FSDPParam) -> bool:
     return held.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None)
 
 
+# ---- Gradients of a unit's parameters: torch 2.15 keeps them in other places than the versions before it
+#                                           torch 2.11 to 2.14               torch 2.15
+#     whole, of several micro-batches       the record's, apart in fp32      the gathered parameter's `grad`, in fp32
+#     dtype of the stored gradients         the group's                      each record's
+#     order in which they are reduced       the group's order of records     settled when the unit first runs
+#     the end of a schedule's backward      told by `set_is_last_backward`   asked for: "manual finalization"
+
+
+def take_whole_gradient(held: FSDPParam) -> torch.Tensor | None:
+    """Take from FSDP2 the gradient of one gathered parameter that it has not reduced yet; sums of 16 bits in fp32."""
+    gathered = held._unsharded_param
+    if not keeps_apart(held):
+        gradient, gathered.grad = gathered.grad, None
+        return gradient
+    held.accumulate_unsharded_grad_if_needed()
+    held.to_accumulated_grad_if_needed()
+    whole, given = held.unsharded_accumulated_grad, gathered.grad
+    held.unsharded_accumulated_grad = gathered.grad = None
+    return given if whole is None else whole
+
+
+def give_whole_gradient(held: FSDPParam, gradient: torch.Tensor) -> None:
+    """Give FSDP2 a gradient that it is to reduce after the next backward pass."""
+    if keeps_apart(held):
+        held.unsharded_accumulated_grad = gradient
+    else:
+        held._unsharded_param.grad = gradient
+
+
+def keeps_apart(held: FSDPParam) -> bool:
+    """Does this torch keep sums of whole gradients beside the gathered parameter, not as its `grad`?"""
+    return hasattr(held, "to_accumulated_grad_if_needed")
+
+
+def reduce_whole_gradients(unit: FSDPModule) -> None:
+    """Reduce the whole gradients of all groups from `unit`, a root, on, as the end of the last backward pass does."""
+    state = get_state_of(unit)
+    for group in iterate_parameter_groups(cast(nn.Module, unit)):
+        group.post_backward()
+    shared: Any = state._state_ctx
+    if hasattr(shared, "manual_backward_finalization_active"):
+        # A stage of torch 2.15 has announced that it ends its backward passes itself; here they end as others do.
+        shared.manual_backward_finalization = shared.manual_backward_finalization_active = False
+    state._root_post_backward_final_callback()
+
+
+def forget_end_of_backward(unit: FSDPModule) -> None:
+    """Let `unit`, a root, forget how a schedule meant to end backward passes whose gradients were taken."""
+    shared: Any = get_state_of(unit)._state_ctx
+    if hasattr(shared, "manual_backward_finalization_active"):
+        shared.manual_backward_finalization, shared.manual_backward_finalization_active = False, None
+
+
+def set_gradient_dtype(group: FSDPParamGroup, held: Sequence[FSDPParam], dtype: torch.dtype) -> None:
+    """Let the stored parameters `held` of a group get gradients of this dtype. They have none now."""
+    if hasattr(group, "_orig_dtype"):
+        group._orig_dtype = dtype
+    for one in cast("Sequence[Any]", held):
+        if hasattr(one, "sharded_grad_dtype"):
+            one.sharded_grad_dtype = dtype
+        one.sharded_param.grad_dtype = dtype
+
+
+def get_gradient_dtype(group: FSDPParamGroup, held: Any) -> torch.dtype | None:
+    """Return the dtype in which a stored parameter of the group gets its gradient."""
+    return group._orig_dtype if hasattr(group, "_orig_dtype") else held.sharded_grad_dtype
+
+
+def follow_weights_dtype(held: Any) -> None:
+    """Let a stored parameter that was cast get gradients of its new dtype; torch 2.15 would go on with the former."""
+    if getattr(held, "sharded_grad_dtype", None) not in (None, held.sharded_param.dtype):
+        held.sharded_grad_dtype = held.sharded_param.grad_dtype = held.sharded_param.dtype
+
+
+def renew_group(group: FSDPParamGroup) -> None:
+    """Let a group that has run already find out anew which parameters it has, and their dtypes.
+
+    A group that has not run does so when it first runs.
+    """
+    if group._reset_sharded_params:
+        group._init_mp_dtypes()
+        if hasattr(group, "_init_reduce_scatter_param_order"):  # torch 2.15 reduces no parameter that it lacks
+            group._init_reduce_scatter_param_order()
+
+
 def forget_gathered_memory(root: nn.Module) -> None:
     """Let the units below `root` make room for gathered weights anew, because the dtype of these changes.
 
@@ -69,8 +154,7 @@ def forget_gathered_memory(root: nn.Module) -> None:
             held.all_gather_outputs = []
             if hasattr(held, "_unsharded_param"):
                 del held._unsharded_param
-        if group._reset_sharded_params:  # it has run already; else it finds out about dtypes when it first does
-            group._init_mp_dtypes()
+        renew_group(group)
 
 
 @contextlib.contextmanager

@@ -71,7 +71,7 @@ def order(name: str, stages: int, virtual: int, micro_batches: int) -> Order:
 
     Raises:
         SpecError: the schedule cannot run with these numbers.
-        RuntimeError: this version of torch keeps its schedules in another form than 2.11 to 2.13.
+        RuntimeError: this version of torch keeps its schedules in another form than 2.11 to 2.15.
     """
     if name in MIRRORED_SCHEDULES:
         return make_mirrored_order(stages, micro_batches)
@@ -181,6 +181,7 @@ class _StandIn:
 
     perform_reduce_grad = _do_nothing
     get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _do_nothing
+    release_fwd_send_outputs = _do_nothing
 
 
 def _read_torch_schedule(name: str, stages: int, virtual: int, micro_batches: int) -> Order:

@@ -112,13 +112,26 @@ class TorchStage(PipelineStage):
 
     def clear_runtime_states(self) -> None:
         """Buffers and their gradients are gone by the end of a step; torch 2.11 would look for them."""
-        self.fwd_cache.clear()
-        self.output_chunks.clear()
+        if hasattr(self, "fwd_cache"):
+            self.fwd_cache.clear()
+            self.output_chunks.clear()
+        else:  # torch 2.15 has no such cache
+            super().clear_runtime_states()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Another run of the step is to add to what this one has left, or has done so."""
         if self.reduces:
             super().perform_reduce_grad(grad_scale_factor)
+
+    def start_gradient_reduction(self) -> None:
+        """Begin what `perform_reduce_grad` does; in torch 2.15 schedules of several stages per rank call this."""
+        if self.reduces:
+            super().start_gradient_reduction()  # type: ignore[misc]
+
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        """Wait for what `start_gradient_reduction` has begun."""
+        if self.reduces:
+            super().wait_for_gradient_reduction(grad_scale_factor)  # type: ignore[misc]
 
     # ---- messages --------------------------------------------------------------------------------------------------
 
@@ -146,10 +159,19 @@ class TorchStage(PipelineStage):
         return received
 
     def _set_buffers(self, infos: Iterable[_RecvInfo], like: torch.Tensor | None) -> None:
-        """Make a buffer like this one for what comes from another stage; None: forget what has come."""
+        """Make a buffer like this one for what comes from another stage; None: forget what has come.
+
+        torch 2.15 makes the buffer itself, when it is about to receive, and forgets it. It is told the shape.
+        """
         for info in infos:
             # What comes from the script rather than from another stage has a class of its own in torch 2.11.
-            if not getattr(info, "is_root_arg", not hasattr(info, "buffer")):
+            if getattr(info, "is_root_arg", not hasattr(info, "buffer")):
+                continue
+            if hasattr(info, "allocate_buffer"):
+                if like is not None:
+                    known: Any = type(info.tensor_meta)
+                    info.tensor_meta = known.from_tensor(like)
+            else:
                 buffer = None if like is None else torch.empty_like(like, device=self.device, requires_grad=False)
                 info.buffer = buffer
 
