@@ -13,7 +13,7 @@ from pathlib import Path
 
 import hf_parallel
 from hf_parallel.ask.replaced import Replaced
-from hf_parallel.hooks.patches import list_patches, list_patches_without_layout
+from hf_parallel.hooks.patches import list_patches
 from hf_parallel.hooks.patching import Patch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,7 +85,7 @@ def page() -> str:
         *(_section(name, patches) for name in _libraries(patches)),
     ]
     parts.append("\n".join(["## By other ways than a patch", "", *_other_rows()]) + "\n")
-    parts.append("\n".join(["## Without a layout", "", *_rows(list_patches_without_layout())]) + "\n")
+    parts.append("\n".join(["## Without a layout", "", *_rows(list_patches(without_layout=True))]) + "\n")
     return "\n".join(parts)
 
 

@@ -35,8 +35,6 @@ from hf_parallel.ask.spec import (
 from hf_parallel.planner.hardware import Cluster, make_cluster
 
 if TYPE_CHECKING:
-    from importlib.abc import Traversable
-
     from transformers import PretrainedConfig
 
 
@@ -49,6 +47,7 @@ CONFIG_CLASSES = {
     "trl.scripts.grpo": "trl.GRPOConfig",
     None: "transformers.TrainingArguments",
 }
+_MODELS = importlib.resources.files("hf_parallel") / "recipes" / "models"
 _NEEDED = ("about", "model", "method", "hardware", "parallel", "arguments", "data")
 _TEXTS = ("about", "model", "method", "shape", "script")
 _DATA_KEYS = ("tokens_per_row", "dataset_name", "dataset_config", "note")
@@ -239,7 +238,7 @@ def _check_recipe(recipe: Recipe) -> None:
     if recipe.script not in CONFIG_CLASSES:
         known = ", ".join(filter(None, CONFIG_CLASSES))
         refuse(f"{where}: script={recipe.script}", f"not one of {known}", do="leave it out for a script of your own")
-    if recipe.shape is not None and not (_find_models_folder() / f"{recipe.shape}.json").is_file():
+    if recipe.shape is not None and not (_MODELS / f"{recipe.shape}.json").is_file():
         refuse(f"{where}: shape={recipe.shape}", "no such model", do=f"{', '.join(list_shapes())} are here")
     if "per_device_train_batch_size" not in recipe.arguments:
         refuse(where, "the batch is missing", "arguments: {per_device_train_batch_size: 1}")
@@ -256,17 +255,13 @@ def read_shipped_config(shape: str) -> PretrainedConfig:
     """Return the config of one of the models in `recipes/models`."""
     from transformers import AutoConfig
 
-    values = json.loads((_find_models_folder() / f"{shape}.json").read_text(encoding="utf-8"))
+    values = json.loads((_MODELS / f"{shape}.json").read_text(encoding="utf-8"))
     return AutoConfig.for_model(**{key: value for key, value in values.items() if key not in ("source", "model")})
-
-
-def _find_models_folder() -> Traversable:
-    return importlib.resources.files("hf_parallel") / "recipes" / "models"
 
 
 def list_shapes() -> list[str]:
     """Return the models whose sizes come with this package."""
-    names = [file.name for file in _find_models_folder().iterdir() if file.name.endswith(".json")]
+    names = [file.name for file in _MODELS.iterdir() if file.name.endswith(".json")]
     return sorted(name.removesuffix(".json") for name in names)
 
 

@@ -116,7 +116,7 @@ def read_checkpoints(opened: str | None = None) -> None:
     Args:
         opened: one that a resuming Trainer has already begun to read: it is checked.
     """
-    from hf_parallel.hooks.patches import list_patches_without_layout
+    from hf_parallel.hooks.patches import list_patches
     from hf_parallel.hooks.trainer.resuming import find_checkpoint_damages, refuse_damages
 
     undo_list = of_session(_InPlace).undo_list
@@ -124,7 +124,7 @@ def read_checkpoints(opened: str | None = None) -> None:
         if opened is not None:
             refuse_damages(opened, find_checkpoint_damages(opened, 0, 1))
         with contextlib.suppress(SpecError):  # a version that cannot be patched: a plain run must go on as it is
-            undo_list.extend(apply_patches(list_patches_without_layout()))
+            undo_list.extend(apply_patches(list_patches(without_layout=True)))
 
 
 def is_active() -> bool:

@@ -246,6 +246,7 @@ def call(original: Callable, self: GradientCheckpointingLayer, *args: object, **
 FUSED = "fused_linear_cross_entropy"
 #: Kernels that write into what a layer's products gave; on by default, each where a model has it.
 _WRITES = ("rope", "swiglu", "geglu")
+_LIGER_WORDS = 'liger_kernel_config={{"{}": {}}}'
 
 
 def check_recomputation(args: TrainingArguments, config: ParallelConfig) -> None:
@@ -253,9 +254,9 @@ def check_recomputation(args: TrainingArguments, config: ParallelConfig) -> None
     told = args.liger_kernel_config or {}
     reason = _find_reason_not_fused(config)
     if told.get(FUSED) and reason is not None:
-        refuse(_spell_assignment(FUSED, True), reason, _spell_assignment(FUSED, False))
+        refuse(_LIGER_WORDS.format(FUSED, True), reason, _LIGER_WORDS.format(FUSED, False))
     if told.get("cross_entropy") and config.tp_size * config.cp_size > 1:
-        refuse(_spell_assignment("cross_entropy", True), "the layout's own loss reads split logits", "False")
+        refuse(_LIGER_WORDS.format("cross_entropy", True), "the layout's own loss reads split logits", "False")
     if config.recompute_way == "selective" and any(told.get(name, True) for name in _WRITES):
         off = ", ".join(f'"{name}": False' for name in _WRITES)
         why = "writes into products that activation_checkpointing=selective keeps"
@@ -274,10 +275,6 @@ def check_losses(kind: type, args: TrainingArguments) -> None:
     if config.world_size > config.data_parallel_size and (fused or getattr(args, "use_liger_loss", False)):
         key = "use_liger_kernel" if fused else "use_liger_loss"
         refuse(f"{key}=True", "TRL's loss in one with the head reads a whole head", f"{key}=False")
-
-
-def _spell_assignment(name: str, value: bool) -> str:
-    return f'liger_kernel_config={{"{name}": {value}}}'
 
 
 def _find_reason_not_fused(config: ParallelConfig) -> str | None:

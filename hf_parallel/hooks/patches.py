@@ -35,11 +35,6 @@ from hf_parallel.hooks.trainer import (  # noqa: F401
 from hf_parallel.hooks.trl import online, servers, trainers  # noqa: F401
 
 
-def list_patches() -> list[Patch]:
-    """Return the patches of a layout."""
-    return [patch for patch in list_declared() if not patch.without_layout]
-
-
-def list_patches_without_layout() -> list[Patch]:
-    """All that changes where no layout is active: plain Trainer resumes from the checkpoints of layouts."""
-    return [patch for patch in list_declared() if patch.without_layout]
+def list_patches(without_layout: bool = False) -> list[Patch]:
+    """Return the patches of a layout, or those without one: plain Trainer resumes from the checkpoints of layouts."""
+    return [patch for patch in list_declared() if patch.without_layout == without_layout]

@@ -169,7 +169,7 @@ class Looking(TrainerCallback):
             elif self.action == "skip":
                 report.say(f"{bad}, the step is left out")
             if self.action != "report":
-                self._leave_out()
+                self.trainer.model.zero_grad()  # optimizers pass over parameters without a gradient, on all ranks
                 self._skip_optimizer()
         elif self.search is not None:
             line = f"step {step}, which was searched for what the one before it had, is finite again"
@@ -209,7 +209,7 @@ class Looking(TrainerCallback):
         """The step's batches once more, with the same random numbers; gradients are as before. Collective."""
         search, parameters = self._made(), list(self.trainer.model.parameters())
         gradients = [parameter.grad for parameter in parameters] if self.action == "report" else []
-        self._leave_out()
+        self.trainer.model.zero_grad()
         restore, stream = remember_counts(self.trainer), runtime.read_random_states()
         assert self.random_state is not None  # taken with the first batch
         runtime.set_random_state(self.random_state)
@@ -222,7 +222,7 @@ class Looking(TrainerCallback):
         search.look_at_gradients()
         restore()
         runtime.set_random_state(stream)
-        self._leave_out()
+        self.trainer.model.zero_grad()
         for parameter, gradient in zip(parameters, gradients, strict=False):
             parameter.grad = gradient
         return search.finding
@@ -245,11 +245,6 @@ class Looking(TrainerCallback):
             "is left out (nan_action=skip)" if self.action == "skip" else "is taken all the same (nan_action=report)"
         )
         report.say(f"{line}; the step {then}")
-
-    def _leave_out(self) -> None:
-        """Optimizers pass over parameters without a gradient, on all ranks."""
-        for parameter in self.trainer.model.parameters():
-            parameter.grad = None
 
 
 @contextlib.contextmanager

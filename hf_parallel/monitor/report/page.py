@@ -370,6 +370,11 @@ def render_page(facts: Facts) -> str:
     places = [(name, line) for name, line in facts.hangs if name]
     hangs = "".join(f'<p class="card bad">{escape(line)}</p>' for name, line in facts.hangs if not name)
     hangs += _render_table(("rank", "where"), places[:_LINES]) if places else ""
+    saved = [
+        (item.name, _format_size(item.bytes), _format_time(item.time), "" if item.whole else "no manifest")
+        for item in facts.checkpoints[-_LINES:]
+    ]
+    checkpoints = _render_table(("folder", "size", "written (UTC)", ""), saved) if saved else ""
     versions = [f"{name} {value}" for name, value in as_mapping(facts.layout.get("versions")).items()]
     body = [
         _render_head(facts, title),
@@ -379,7 +384,7 @@ def render_page(facts: Facts) -> str:
         *_render_section("Steps in detail", profiles),
         *_render_section("Slow ranks, and what else was said", said),
         *_render_section("Hangs", hangs),
-        *_render_section("Checkpoints", _render_checkpoints(facts)),
+        *_render_section("Checkpoints", checkpoints),
         *_render_section("Last logged", logged),
         *_render_section("Versions", f'<p class="quiet">{escape(", ".join(versions))}</p>' if versions else ""),
     ]
@@ -450,14 +455,6 @@ def _render_profile_image(path: str) -> str:
         return f"<p>{name} is too large for this page.</p>"
     source = f"data:image/svg+xml;base64,{base64.b64encode(content).decode()}"
     return f'<figure><h3>{name}</h3><div class="wide"><img alt="{name}" src="{source}"></div></figure>'
-
-
-def _render_checkpoints(facts: Facts) -> str:
-    rows = [
-        (item.name, _format_size(item.bytes), _format_time(item.time), "" if item.whole else "no manifest")
-        for item in facts.checkpoints[-_LINES:]
-    ]
-    return _render_table(("folder", "size", "written (UTC)", ""), rows) if rows else ""
 
 
 def _format_size(count: float) -> str:
