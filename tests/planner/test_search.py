@@ -90,10 +90,12 @@ def test_memory_decides():
 def test_as_fast_and_leaner_comes_first():
     """An 8B model on 8 x 80 GB: what the planner cannot tell apart is ranked by what it leaves free."""
     found, all_of_it = (searched(gpus=8, gpu="h100-80gb", global_batch=256, headroom=room) for room in (8, 0))
-    fastest = min(choice.step_time_s for choice in all_of_it.choices)
-    assert found.best.step_time_s < TELLS * fastest
+    fastest = min(choice.step_time_s for choice in found.choices)
+    assert fastest < found.best.step_time_s < TELLS * fastest
     assert found.best.free_gib > 15
-    assert found.best.needed_gib == all_of_it.best.needed_gib < found.choices[1].needed_gib
+    assert found.best.needed_gib < found.choices[1].needed_gib
+    assert all_of_it.best.step_time_s < found.best.step_time_s / TELLS  # what needs nearly all of the card
+    assert all_of_it.best.needed_gib > 0.92 * found.goal.cluster.gpu.memory_gib
     names = ("allocated_gib", "reserved_gib", "free_gib")
     allocated, reserved, free = (found.best.to_dict()[name] for name in names)
     assert allocated < reserved
@@ -196,9 +198,12 @@ def test_script_with_a_fixed_batch():
     assert {choice.rows for choice in found.choices} == {4}
     assert {choice.accumulation for choice in found.choices} == {2}
     assert found.choices[0].config.data_parallel_size > 1
-    best, *others = [c.seconds_per_row for c in found.choices]
-    assert others == sorted(others)
-    assert best < 1.05 * others[0]  # so much a further axis must gain to come first
+    paces = [rank_seconds(choice) for choice in found.choices]  # a further axis must gain 5 % to come first
+    near = sum(pace <= TELLS * min(paces) for pace in paces)
+    needed = [choice.needed_gib for choice in found.choices[:near]]
+    assert needed == sorted(needed)
+    assert paces[near:] == sorted(paces[near:])
+    assert max(paces[:near]) <= min(paces[near:])
 
 
 def test_accept_is_asked_about_what_is_returned():
