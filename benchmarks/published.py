@@ -100,14 +100,14 @@ def completed(row: Row) -> Row:
     pipeline (moe/parallelizer.py), as ZeRO-2 does. Megatron-LM refuses tp with experts without sequence
     parallelism.
     """
-    engine = next((engine for name, engine in _REPOSITORIES.items() if name in str(row.get("source"))), "standard")
-    framework = _FRAMEWORKS.get(row["series"], {"engine": engine})
+    engine = next((engine for name, engine in _REPOSITORIES.items() if name in str(row.get("source"))), None)
+    framework = _FRAMEWORKS.get(row["series"], {"engine": engine} if engine else {})
     row = {**framework, **row, **_COMPLETED.get((row["series"], row["model"]), {})}
     if "kernel flash_attention2" in str(row.get("note")) and "RMS kernel" not in row["note"]:
         row["fused_norms"] = False
     if row.get("compile"):
         row["compiled"] = True
-    elif row["engine"] == "torchtitan":  # torch's own operations
+    elif row.get("engine") == "torchtitan":  # torch's own operations
         row["fused_norms"] = False
     if row["series"] == "torchtune" and row.get("lora") == "full":  # recipes/configs/llama3_1/8B_full_single_device
         row["recompute"] = "full"
