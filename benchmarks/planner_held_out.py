@@ -31,7 +31,8 @@ PRECISIONS = ("bf16", "fp16", "fp8")
 #: So near the first are layouts that a user would try as well: half of all step times are predicted less exactly.
 NEAR = 0.03
 _MOST_FITTED = 60  # of a series: more take longer, and say the same
-_PULL = 3.0  # of a fit's start, so strong that one series more or less does not trade one number for another
+#: How strongly the start of a fit pulls. With less, leaving out a series trades one number for another.
+_PULL = 3.0
 #: GiB outside of tensors, and the part of activations, temporaries and gathered weights that torch's allocator holds
 #: beyond need: where a fit starts, and the range of each.
 MEMORY = {

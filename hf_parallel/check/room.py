@@ -61,16 +61,14 @@ class Room:
 
     def step(self, what: str, times: float = 1.0) -> None:
         """From here on this rank is at `what`, for at most `times` the limit."""
-        self._progress += 1
-        self.store.set(f"progress/{self.rank}", str(self._progress))
+        self._advance()
         self._say(f"checking {what}")
         self._step, self._until = what, time.monotonic() + times * self.limit_s
 
     def gather(self, value: Value) -> list[Value]:
         """Gather a value of every rank, by rank, on rank 0. All ranks call in the same order."""
         self._count += 1
-        self._progress += 1
-        self.store.set(f"progress/{self.rank}", str(self._progress))
+        self._advance()
         if self.rank:
             self.store.set(f"{self._count}/{self.rank}", pickle.dumps(value))
             return []
@@ -82,6 +80,10 @@ class Room:
             found.append(pickle.loads(self.store.get(key)))
             self.store.delete_key(key)
         return found
+
+    def _advance(self) -> None:
+        self._progress += 1
+        self.store.set(f"progress/{self.rank}", str(self._progress))
 
     def close(self) -> None:
         """All ranks have come to the end; none leaves before rank 0 knows."""

@@ -293,7 +293,7 @@ def _start(args: argparse.Namespace) -> int:
         code = failure.exitcode
     except subprocess.CalledProcessError as error:
         rank, code = 0, error.returncode
-    # The rank that ended first has written its own report unless a signal killed it
+    # The rank that ended first has written its own report unless a signal killed it.
     if code < 0:
         print(f"hf_parallel: rank {rank} was killed by {signal.Signals(-code).name}; all ranks ended", file=sys.stderr)
         return 128 - code

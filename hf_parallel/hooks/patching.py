@@ -332,20 +332,16 @@ def check_torch() -> list[str]:
         refuse(f"torch {found}", "too old", do=f"torch {first} to {last} work ({ALLOW_UNKNOWN}=1 goes on regardless)")
     if found.release[:2] > Version(last).release:
         return [f"torch {found} is newer than those this version was checked on ({first} to {last})"]
-    if _has_untried_nccl():
+    import torch
+    import torch.distributed as dist
+
+    # torch 2.14 has both backends, too, and takes the former one.
+    takes_new = hasattr(dist.distributed_c10d, "_register_builtin_nccl_as_legacy")
+    if takes_new and torch.cuda.is_available() and os.environ.get(FORMER_NCCL) != "0":
         return [
             f"torch {found} has a new NCCL backend, on which no layout has run; {FORMER_NCCL}=0 takes the former one"
         ]
     return []
-
-
-def _has_untried_nccl() -> bool:
-    import torch
-    import torch.distributed as dist
-
-    # torch 2.14 has both, too, and takes the former one.
-    takes_new = hasattr(dist.distributed_c10d, "_register_builtin_nccl_as_legacy")
-    return takes_new and torch.cuda.is_available() and os.environ.get(FORMER_NCCL) != "0"
 
 
 def read_library_version(library: str) -> Version:

@@ -212,21 +212,17 @@ class CollectiveRecord(Listener):
 def list_unfinished_on_device() -> dict[str, set[int]]:
     """Group name -> numbers of its collectives that NCCL has not finished, as torch's flight recorder knows them."""
     found: defaultdict[str, set[int]] = defaultdict(set)
-    for dump in _list_flight_recorders():
+    known: Any = torch._C._distributed_c10d
+    dumps = [known._dump_nccl_trace] if hasattr(known, "_dump_nccl_trace") else []
+    if hasattr(dist, "ProcessGroupNCCL2") and hasattr(known, "_dump_fr_trace"):
+        # torch 2.15 keeps the records of its new backend apart.
+        dumps.append(functools.partial(known._dump_fr_trace, backend="nccl2"))
+    for dump in dumps:
         with contextlib.suppress(Exception):  # it is only there while NCCL is, and its form is torch's own
             for entry in pickle.loads(dump(True, False, False)).get("entries", []):
                 if entry["state"] != "completed" and not entry.get("is_p2p"):
                     found[str(entry["process_group"][0])].add(entry["collective_seq_id"])
     return found
-
-
-def _list_flight_recorders() -> list[Callable[..., bytes]]:
-    """Return what reads the records of NCCL: torch 2.15 keeps those of its new backend, "nccl2", apart."""
-    known: Any = torch._C._distributed_c10d
-    dumps = [known._dump_nccl_trace] if hasattr(known, "_dump_nccl_trace") else []
-    if hasattr(dist, "ProcessGroupNCCL2"):
-        dumps.append(functools.partial(known._dump_fr_trace, backend="nccl2"))
-    return dumps
 
 
 # ---- the module in progress ----------------------------------------------------------------------------------------

@@ -263,7 +263,7 @@ def try_layout(
     needed = needed if saves else _count_too_much(goal, stages, layout, job, hopeless)
     if needed is not None:
         return TooLarge(config, size, needed)
-    return predict_choice(goal, config, size)
+    return _make_choice_of(config, predict_step(goal.shape, goal.cluster, layout, job))
 
 
 def _count_too_much(goal: Goal, stages: tuple[Stage, ...], layout: Layout, job: Job, hopeless: float) -> float | None:
@@ -281,7 +281,11 @@ def _count_too_much(goal: Goal, stages: tuple[Stage, ...], layout: Layout, job: 
 def predict_choice(goal: Goal, config: ParallelConfig, size: int) -> Choice:
     """Predict a layout with micro-batches of `size` rows, whether it fits or not."""
     config, layout, job = _read_asked_layout(goal, config, size)
-    prediction = predict_step(goal.shape, goal.cluster, layout, job)
+    return _make_choice_of(config, predict_step(goal.shape, goal.cluster, layout, job))
+
+
+def _make_choice_of(config: ParallelConfig, prediction: Prediction) -> Choice:
+    job = prediction.job
     if config.pp_size == 1:
         return Choice(config, prediction, job.micro_batch, job.micro_batches)
     return Choice(config, prediction, job.micro_batch * job.micro_batches_per_call, job.calls)

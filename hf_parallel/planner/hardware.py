@@ -39,6 +39,10 @@ class Link:
     source: str = ""
     measured: tuple[tuple[str, float, float], ...] = ()
 
+    def has_measured(self, axis: str, kind: str) -> bool:
+        """Return whether an axis' own collectives of this kind were measured, as it makes them."""
+        return any(name == f"{axis} {kind}" for name, _, _ in self.measured)
+
 
 @dataclass(frozen=True)
 class Efficiency:

@@ -359,7 +359,7 @@ class _Sends:
         if self.habits.transformer_engine and self.layout.sequence_parallel:
             yield self.tp(kind, payload, count, what, when, PRODUCTS)
             return
-        cut = self.job.compiled or (kind == self.reduce and payload == self.product and when == FORWARD)
+        cut = self.job.compiled or (kind == self.reduce and when == FORWARD)
         hidden = _OVERLAPPED if self.layout.tp_overlap and cut else 0.0
         yield self.tp(kind, payload, count * (1 - hidden), what, when)
         yield self.tp(kind, payload, count * hidden, what, when, PRODUCTS)
@@ -521,7 +521,7 @@ class _Sends:
             again = self.job.recomputed_share
             yield Transfer("cp", "all_to_all", inputs, again, heads, "queries, keys, values", BACKWARD)
         part, what, at_once = rows * keys / heads.size, "keys, values", self.layout.context == "allgather"
-        waited = at_once or any(name == "cp all_gather" for name, _, _ in ring.link.measured)
+        waited = at_once or ring.link.has_measured("cp", "all_gather")
         behind = EXPOSED if waited else ATTENTION
         back = "reduce_scatter" if at_once else "all_gather"
         summed = part * max(4, self.job.width) / self.job.width if self.habits.fp32_keys else part

@@ -148,7 +148,7 @@ class Times:
         return self + Times(*waits)
 
 
-def compute_copied_bytes(transfer: Transfer, job: Job) -> float:
+def _count_copied_bytes(transfer: Transfer, job: Job) -> float:
     """Return the bytes that FSDP2 reads and writes on the GPU around all of a transfer's collectives.
 
     What a gather results in is copied out, parameter by parameter; all gradients are copied in, in the dtype of their
@@ -156,7 +156,7 @@ def compute_copied_bytes(transfer: Transfer, job: Job) -> float:
     """
     group, kind = transfer.group, transfer.kind
     by_fsdp2 = job.habits.fsdp2 and transfer.axis == "dp_shard" and kind in ("all_gather", "reduce_scatter")
-    if not by_fsdp2 or any(name == f"{group.axis} {kind}" for name, _, _ in group.link.measured):
+    if not by_fsdp2 or group.link.has_measured(group.axis, kind):
         return 0.0  # a calibration measures both together
     lowered = 1.0 if kind == "all_gather" or job.lora else job.stored / count_summed_width(job)
     return transfer.count * transfer.payload * (1 + lowered + 2 / group.size)
@@ -165,7 +165,7 @@ def compute_copied_bytes(transfer: Transfer, job: Job) -> float:
 def _compute_copies(transfers: list[Transfer], job: Job, gpu: Gpu) -> Times:
     """Return the seconds of FSDP2's copies in each pass, which are part of its compute."""
     sides = (
-        compute_memory_seconds(gpu, sum(compute_copied_bytes(t, job) for t in transfers if t.when == when))
+        compute_memory_seconds(gpu, sum(_count_copied_bytes(t, job) for t in transfers if t.when == when))
         for when in (FORWARD, BACKWARD)
     )
     return Times(*({"ZeRO-3 copies": seconds} if seconds else {} for seconds in sides))
@@ -459,7 +459,7 @@ def compute_seconds_after_schedule(
         gathered = sum(t.seconds for t in transfers if t.behind == FIRST_FORWARD)
         waits = {"gradients' reduction": max(0.0, reduced - hidden) + slowed * min(reduced, hidden)}
         waits["gathering updated weights"] = max(0.0, gathered - hidden / 2) + slowed * min(gathered, hidden / 2)
-        copied = sum(compute_copied_bytes(t, job) for t in transfers)
+        copied = sum(_count_copied_bytes(t, job) for t in transfers)
         waits["ZeRO-3 copies"] = compute_memory_seconds(cluster.gpu, copied)
         for t in transfers:
             if t.behind not in (LAST_BACKWARD, FIRST_FORWARD, SCHEDULE):

@@ -20,7 +20,7 @@ from transformers.utils import ModelOutput
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.accelerate.processes import Place, RandomStream, read_loader_from
-from hf_parallel.hooks.accelerate.shares import check_loader, is_ragged, part_of_stream
+from hf_parallel.hooks.accelerate.shares import check_loader, does_drop_last, is_ragged, part_of_stream
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer.rows import (
     PerExample,
@@ -62,8 +62,7 @@ def prepare_data_loader(original: Callable, dataloader: DataLoader, *args: objec
         sampler.batch_size *= mesh.data_size
         setattr(sampler, _GROUPED, True)
     given = bind_by_name(original, (dataloader, *args), kwargs)
-    drops_last = getattr(getattr(dataloader, "batch_sampler", None), "drop_last", False)
-    if given.get("even_batches") is False and not drops_last and mesh.data_size > 1:
+    if given.get("even_batches") is False and not does_drop_last(dataloader) and mesh.data_size > 1:
         refuse(f"even_batches=False with {mesh.data_size} data ranks", "they would run out apart", "True")
     # Where accelerate orders rows by a seed and the epoch, as for Trainer, loaders draw nothing for it.
     is_seeded = bool(given.get("use_seedable_sampler", False))
