@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from hf_parallel.ask.session import of_session
@@ -169,7 +170,8 @@ class Looking(TrainerCallback):
             elif self.action == "skip":
                 report.say(f"{bad}, the step is left out")
             if self.action != "report":
-                self.trainer.model.zero_grad()  # optimizers pass over parameters without a gradient, on all ranks
+                # Optimizers pass over parameters without a gradient, on all ranks. A model may override the method.
+                nn.Module.zero_grad(self.trainer.model)
                 self._skip_optimizer()
         elif self.search is not None:
             line = f"step {step}, which was searched for what the one before it had, is finite again"
@@ -209,7 +211,7 @@ class Looking(TrainerCallback):
         """The step's batches once more, with the same random numbers; gradients are as before. Collective."""
         search, parameters = self._made(), list(self.trainer.model.parameters())
         gradients = [parameter.grad for parameter in parameters] if self.action == "report" else []
-        self.trainer.model.zero_grad()
+        nn.Module.zero_grad(self.trainer.model)
         restore, stream = remember_counts(self.trainer), runtime.read_random_states()
         assert self.random_state is not None  # taken with the first batch
         runtime.set_random_state(self.random_state)
@@ -222,7 +224,7 @@ class Looking(TrainerCallback):
         search.look_at_gradients()
         restore()
         runtime.set_random_state(stream)
-        self.trainer.model.zero_grad()
+        nn.Module.zero_grad(self.trainer.model)
         for parameter, gradient in zip(parameters, gradients, strict=False):
             parameter.grad = gradient
         return search.finding
