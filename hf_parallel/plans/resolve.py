@@ -63,16 +63,8 @@ def draft_plan(config: ParallelConfig, anatomy: Anatomy, axes: tuple[Axis, ...] 
         if not axis.is_on(config):
             continue
         try:
-            key = f"{axis.name}_size"
-            asked, works = f"{key}={getattr(plan.config, key, None)}", f"{key}=1 with dp_shard works"
-            if axis.inside and not anatomy.is_transformers:
-                refuse_with(f"{asked}: {anatomy.name} is not a transformers model; {works}")
-            if axis.inside and anatomy.replaced_forward is not None:
-                refuse_with(
-                    f"{asked}: {anatomy.replaced_forward} has a forward of its own, as Liger puts on modules, which a "
-                    "split would not change; TrainingArguments(use_liger_kernel=True) puts it on after the split, or "
-                    f"{works}"
-                )
+            if axis.inside:
+                _check_inside(plan, axis)
             part = axis.resolve(plan.config, anatomy, anatomy.facts[axis.name])
         except SpecError as error:
             plan = replace(plan, problems=(*plan.problems, str(error)))
@@ -84,6 +76,19 @@ def draft_plan(config: ParallelConfig, anatomy: Anatomy, axes: tuple[Axis, ...] 
             notes=(*plan.notes, *(() if part is None else axis.notes(part))),
         )
     return plan
+
+
+def _check_inside(plan: Plan, axis: Axis) -> None:
+    """Refuse a model whose layers this axis cannot cut."""
+    key, anatomy = f"{axis.name}_size", plan.anatomy
+    asked, works = f"{key}={getattr(plan.config, key)}", f"{key}=1 with dp_shard works"
+    if not anatomy.is_transformers:
+        refuse_with(f"{asked}: {anatomy.name} is not a transformers model; {works}")
+    if anatomy.replaced_forward is not None:
+        refuse_with(
+            f"{asked}: {anatomy.replaced_forward} has a forward of its own, as Liger puts on modules, which a split "
+            f"would not change; TrainingArguments(use_liger_kernel=True) puts it on after the split, or {works}"
+        )
 
 
 # ---- Which slice of each parameter a rank stores: the rules of tp and FSDP2 as arithmetic, without processes -------

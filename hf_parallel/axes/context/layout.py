@@ -180,6 +180,10 @@ class Ring:
         """This one's place."""
         return 0 if self.group is None else self.group.rank()
 
+    def tiles(self, keys: int) -> list[Tile]:
+        """Return the tiles that this rank computes with the keys of ring rank `keys`."""
+        return self.layout.tiles(self.rank, keys, self.low, self.high)
+
     def sees(self, queries: int, keys: int) -> bool:
         """Does ring rank `queries` need the keys of ring rank `keys`?"""
         return bool(self.layout.tiles(queries, keys, self.low, self.high))

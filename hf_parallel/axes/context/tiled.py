@@ -27,7 +27,7 @@ class Tiles:
 
     def parts(self, ring: Ring, keys: int, scores: Scores, device: torch.device) -> Iterable[Tile]:
         """The tiles, under a soft cap in squares."""
-        tiles = ring.layout.tiles(ring.rank, keys, ring.low, ring.high)
+        tiles = ring.tiles(keys)
         return tiles if scores.cap is None else (square for tile in tiles for square in cut_into_squares(tile))
 
     def forward(

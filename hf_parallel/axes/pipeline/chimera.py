@@ -216,10 +216,7 @@ class Mirror:
         changed = [(one, id(t), place, t._version) for (one, t, _), place in zip(stored, places, strict=True)]
         frozen = [entry if not entry[0].trained else entry[:2] for entry in changed]
         modules = [id(module) for module in self.engine.remote_modules.modules.values()]
-        stamp = torch.tensor([hash((*map(str, frozen), str(state), *modules))])
-        their_stamp = torch.empty_like(stamp)
-        self._exchange([stamp], [their_stamp], self.engine.control)
-        stamps = int(stamp), int(their_stamp)
+        stamps = self._exchange_numbers(torch.tensor([hash((*map(str, frozen), str(state), *modules))]))
         if stamps != self.stamps:
             self._build(([one for one, _ in own], state))
         self.stage.train(self.engine.model.training)
@@ -272,9 +269,7 @@ class Mirror:
         engine, remote = self.engine, self.engine.remote_modules
         if self.theirs is None:
             packed = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
-            size, their_size = torch.tensor([packed.numel()]), torch.zeros(1, dtype=torch.long)
-            self._exchange([size], [their_size], engine.control)
-            arrived = torch.empty(int(their_size), dtype=torch.uint8)
+            arrived = torch.empty(self._exchange_numbers(torch.tensor([packed.numel()]))[1], dtype=torch.uint8)
             self._exchange([packed], [arrived], engine.control)
             theirs, their_state = pickle.loads(arrived.numpy().tobytes())
         else:
@@ -345,3 +340,9 @@ class Mirror:
         for tensor, arrived in zip(take, into, strict=True):
             if arrived is not tensor:
                 tensor.copy_(arrived)
+
+    def _exchange_numbers(self, number: torch.Tensor) -> tuple[int, int]:
+        """Return the number of this rank and that of its partner."""
+        theirs = torch.empty_like(number)
+        self._exchange([number], [theirs], self.engine.control)
+        return int(number), int(theirs)
