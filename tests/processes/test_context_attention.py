@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.axes.context import packs, tiles
-from hf_parallel.axes.context.attention import Cut, Exchanged, _attend_densely, join, run_context_attention, take
+from hf_parallel.axes.context.attention import Cut, Exchanged, join, run_context_attention, take
 from hf_parallel.axes.context.kernels import Scores
 from hf_parallel.axes.context.layout import Layout, Shape, compute_local_length, deal_documents
 from tests.distributed import run
@@ -67,6 +67,17 @@ def visible(case):
     return seen & real[:, None], real[..., None, None]
 
 
+def attend_exactly(q, k, v, hidden, cap, sinks):
+    """Attention with a matrix of scores, all of it in the dtype of the queries."""
+    k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], 1) for one in (k, v))
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    scores = scores if cap is None else torch.tanh(scores / cap) * cap
+    scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    return scores.softmax(-1)[..., : k.shape[2]] @ v
+
+
 def gap(case, shape, exchanged, cap):
     """The largest difference in outputs and gradients; a soft cap of scores is one more kind of each case."""
     packed, causal, window, sunk, padded = case
@@ -78,9 +89,11 @@ def gap(case, shape, exchanged, cap):
     gradient = torch.randn(ROWS, LENGTH, HEADS, WIDTH, generator=generator)
     sinks = torch.randn(HEADS, generator=generator, requires_grad=True) if sunk else None
     seen, real = visible(case)
-    q, k, v = (t.transpose(1, 2) for t in whole)
-    expected = _attend_densely(q, k, v, ~seen[:, None], 0.0, None, cap, sinks).transpose(1, 2)
-    expected.backward(gradient * real)
+    exact = [t.detach().double().requires_grad_() for t in whole]  # in fp32 it would be as far off as what it judges
+    exact_sinks = None if sinks is None else sinks.detach().double().requires_grad_()
+    q, k, v = (t.transpose(1, 2) for t in exact)
+    expected = attend_exactly(q, k, v, ~seen[:, None], cap, exact_sinks).transpose(1, 2)
+    expected.backward(gradient.double() * real)
 
     positions = torch.stack([torch.cat([torch.arange(n) for n in p]) for p in PACKS]) if packed else None
     rows = packs.find((ROWS, LENGTH), None if padded is None else padding(padded), positions)
@@ -96,10 +109,10 @@ def gap(case, shape, exchanged, cap):
     )
     out.backward(take(gradient * real, layout, rank))
     gaps = [((join(out.detach(), layout, everyone) - expected) * real).abs().max()]
-    gaps += [(join(a.grad, layout, everyone) - b.grad).abs().max() for a, b in zip(own, whole, strict=True)]
+    gaps += [(join(a.grad, layout, everyone) - b.grad).abs().max() for a, b in zip(own, exact, strict=True)]
     if sunk:
         dist.all_reduce(own_sinks.grad)
-        gaps.append((own_sinks.grad - sinks.grad).abs().max())
+        gaps.append((own_sinks.grad - exact_sinks.grad).abs().max())
     return float(torch.stack(gaps).max())
 
 
