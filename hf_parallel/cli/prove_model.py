@@ -26,6 +26,7 @@ from transformers import (
     PretrainedConfig,
     Trainer,
     TrainingArguments,
+    default_data_collator,
 )
 
 from hf_parallel.ask.spec import refuse
@@ -97,7 +98,7 @@ def main() -> None:
     if args.packed and kind != "tokens":
         refuse(f"--packed {cls.__name__}", "joins documents of a language model", do="leave --packed out")
     make = make_packed_row if args.packed else functools.partial(make_example, kind=kind)
-    join: Collate = collate_packed_rows if args.packed else collate_examples
+    join: Collate = default_data_collator if args.packed else collate_examples
     if words is not config and "token_type_ids" in inspect.signature(cls.forward).parameters:
         join = functools.partial(_join_with_types, join)
     examples = [make(number, words) for number in range(COUNT)]
@@ -165,11 +166,6 @@ def make_packed_row(number: int, config: PretrainedConfig) -> dict[str, list[int
         row["position_ids"] += range(length)
         row["labels"] += [-100, *(token if draw.random() < 0.8 else -100 for token in tokens[1:])]
     return row
-
-
-def collate_packed_rows(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """Make a batch of tensors [rows, PACKED]."""
-    return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
 
 
 if __name__ == "__main__":

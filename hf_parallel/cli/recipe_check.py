@@ -17,10 +17,10 @@ from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.ask.spec import HUB_FILE
 from hf_parallel.cli.recipe_file import Recipe, load_recipe, render_markdown
 from hf_parallel.hooks.auto import ScriptBatch, read_script_batch
-from hf_parallel.planner.candidates import HEADROOM
 from hf_parallel.planner.choices import predict_choice
 from hf_parallel.planner.dryrun import dry_run
 from hf_parallel.planner.dryrun.run import end_ranks
+from hf_parallel.planner.hardware import HEADROOM
 from hf_parallel.planner.memory import GIB
 from hf_parallel.planner.search import make_goal
 from hf_parallel.planner.shape import ModelShape, shape_of

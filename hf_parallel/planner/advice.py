@@ -9,7 +9,7 @@ from typing import Any
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.layers import AUTO, TORCH_FLASH
 from hf_parallel.ask.spec import refuse
-from hf_parallel.planner.candidates import HEADROOM, Goal, do_heads_divide, list_sizes_of, list_ways_of, make_config
+from hf_parallel.planner.candidates import Goal, do_heads_divide, list_sizes_of, list_ways_of, make_config
 from hf_parallel.planner.choices import Choice, TooLarge, find_leanest, iterate_variants, predict_choice
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.prediction import EXPERTS, MEASURED, TRANSFERRED
@@ -68,7 +68,7 @@ def list_warnings_about(choice: Choice, goal: Goal) -> Iterator[str]:
     if config.precision != "auto" and config.precision not in goal.cluster.gpu.peaks:
         yield f"precision={config.precision}: its products are timed like those of 16 bits, as no rate is known"
     needed, there = choice.needed_gib, goal.cluster.gpu.memory_gib
-    if needed > (1 - HEADROOM / 100) * there:
+    if needed > goal.cluster.gpu.compute_room_gib():
         yield f"needs {needed:.1f} of {there:.1f} GiB: --verify before a long run"
 
 
@@ -78,7 +78,7 @@ def explain_why_not(goal: Goal, choice: Choice, best: Choice | None) -> str:
     if choice.needed_gib > goal.room_gib:
         held = {kind: size for kind, size in prediction.breakdown.memory.items() if "held" not in kind}
         kind, size = max(held.items(), key=lambda item: item[1])
-        kept = f" ({goal.headroom:g} % stay free)" if prediction.fits else ""
+        kept = f" ({goal.headroom:g} % stay free)" if choice.needed_gib <= memory else ""
         needs = f"needs {choice.needed_gib:.0f} GiB of {memory:.0f}{kept}"
         return f"{needs}, {size:.0f} of them {_KINDS.get(kind, kind)}"
     if best is None:

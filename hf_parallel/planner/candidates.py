@@ -16,13 +16,11 @@ from hf_parallel.axes.context.choose import choose_by_cost
 from hf_parallel.axes.pipeline.part import does_recompute_in_parts
 from hf_parallel.axes.precision import can_gather_codes, name_scaling
 from hf_parallel.planner.activations import Planned
-from hf_parallel.planner.hardware import Cluster
+from hf_parallel.planner.hardware import HEADROOM, Cluster
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.pipeline import list_adapted
 from hf_parallel.planner.shape import ModelShape
 
-#: Percent of each GPU's memory that a plan keeps free, unless it is told otherwise.
-HEADROOM = 8.0
 _SCHEDULES = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
 _MOST_STAGES = 64
 _LEAST_GRID, _COLUMNS = 16, (2, 4)  # ranks of tp from which a grid sends less, and columns that do
@@ -75,7 +73,7 @@ class Goal:
     @property
     def room_gib(self) -> float:
         """GiB of each GPU that a layout may need."""
-        return self.cluster.gpu.memory_gib * (1 - self.headroom / 100)
+        return self.cluster.gpu.compute_room_gib(self.headroom)
 
     @property
     def where(self) -> str:

@@ -17,7 +17,7 @@ from hf_parallel.planner.activations import FLASH
 from hf_parallel.planner.candidates import Goal, choose_context_of, list_micro_batches, make_config, to_job, to_layout
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.memory import GIB, count_fewest_bytes, count_host_gib, find_fullest, predict_fullest_rank
+from hf_parallel.planner.memory import GIB, count_fewest_bytes, count_host_gib, predict_fullest_rank
 from hf_parallel.planner.pipeline import Stage, group_stages_by_rank, make_stages
 from hf_parallel.planner.predict import compute_stage_times, predict_step
 from hf_parallel.planner.prediction import Prediction
@@ -36,7 +36,7 @@ class Choice:
     @property
     def needed_gib(self) -> float:
         """GiB that the fullest rank must have; its allocator may hold more, which it gives back before it fails."""
-        return find_fullest(list(self.prediction.breakdown.ranks)).needed / GIB
+        return self.prediction.needed_gib
 
     @property
     def allocated_gib(self) -> float:
@@ -263,7 +263,7 @@ def try_layout(
     needed = needed if saves else _count_too_much(goal, stages, layout, job, hopeless)
     if needed is not None:
         return TooLarge(config, size, needed)
-    return _make_choice_of(config, predict_step(goal.shape, goal.cluster, layout, job))
+    return _make_choice_of(config, predict_step(goal.shape, goal.cluster, layout, job, goal.headroom))
 
 
 def _count_too_much(goal: Goal, stages: tuple[Stage, ...], layout: Layout, job: Job, hopeless: float) -> float | None:
@@ -281,7 +281,7 @@ def _count_too_much(goal: Goal, stages: tuple[Stage, ...], layout: Layout, job: 
 def predict_choice(goal: Goal, config: ParallelConfig, size: int) -> Choice:
     """Predict a layout with micro-batches of `size` rows, whether it fits or not."""
     config, layout, job = _read_asked_layout(goal, config, size)
-    return _make_choice_of(config, predict_step(goal.shape, goal.cluster, layout, job))
+    return _make_choice_of(config, predict_step(goal.shape, goal.cluster, layout, job, goal.headroom))
 
 
 def _make_choice_of(config: ParallelConfig, prediction: Prediction) -> Choice:

@@ -24,6 +24,9 @@ import yaml
 
 from hf_parallel.ask.spec import refuse
 
+#: Percent of each GPU's memory that a plan keeps free, unless it is told otherwise.
+HEADROOM = 8.0
+
 
 @dataclass(frozen=True)
 class Link:
@@ -114,6 +117,10 @@ class Gpu:
     def peak(self, precision: str) -> float:
         """Return FLOP/s of dense matrix products; a precision that the GPU lacks computes in the widest it has."""
         return self.peaks.get(precision) or self.peaks["bf16"]
+
+    def compute_room_gib(self, headroom: float = HEADROOM) -> float:
+        """Return the GiB that a layout may need, where `headroom` percent stay free."""
+        return self.memory_gib * (1 - headroom / 100)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.timeline import Timeline
 from hf_parallel.planner.activations import EAGER, FLASH, SDPA, count_offloaded_bytes, has_mask
-from hf_parallel.planner.hardware import Cluster, Gpu, Link, make_cluster
+from hf_parallel.planner.hardware import HEADROOM, Cluster, Gpu, Link, make_cluster
 from hf_parallel.planner.layout import Job, Layout, make_computed_job, make_job, make_layout
 from hf_parallel.planner.ledger import (
     ATTENTION,
@@ -509,6 +509,7 @@ def predict(
     gradients: str = "auto",
     four_bit: str = "none",
     eight_bit_scaling: str = "tensorwise",
+    headroom: float = HEADROOM,
 ) -> Prediction:
     """Predict one training step.
 
@@ -539,6 +540,7 @@ def predict(
         four_bit: "nf4" or "nf4_double": the base under the adapters is packed by bitsandbytes, its largest values
             once more in the second case; "none".
         eight_bit_scaling: what has one scale in products in fp8: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
+        headroom: percent of a GPU's memory that stays free in a layout that `fits`.
 
     Raises:
         SpecError: a name that is not known or numbers that cannot hold; the message says what works.
@@ -553,7 +555,7 @@ def predict(
     kernels["activation_offload"] = activation_offload
     job = make_job(sizes, seq, micro_batch, global_batch, lora=rank, four_bit=four_bit, **how, **kernels)
     check_four_bit_job(job)
-    return predict_step(shape, cluster, sizes, job)
+    return predict_step(shape, cluster, sizes, job, headroom)
 
 
 def check_four_bit_job(job: Job) -> None:
@@ -567,7 +569,9 @@ def check_four_bit_job(job: Job) -> None:
         refuse(f"precision={asked}", "a base in 4 bits is planned with all else in bf16", "precision=bf16")
 
 
-def predict_step(shape: ModelShape, cluster: Cluster, layout: Layout, job: Job) -> Prediction:
+def predict_step(
+    shape: ModelShape, cluster: Cluster, layout: Layout, job: Job, headroom: float = HEADROOM
+) -> Prediction:
     """Predict with everything read and checked: a search calls this many times."""
     stages = make_stages(shape, layout, job)
     time = step_time(stages, layout, job, cluster)
@@ -582,7 +586,7 @@ def predict_step(shape: ModelShape, cluster: Cluster, layout: Layout, job: Job) 
         tokens_per_s_per_gpu=per_gpu,
         mfu=per_gpu * flops / cluster.gpu.peak("bf16"),
         memory_gib=held / GIB,
-        fits=peak.needed <= cluster.gpu.memory_gib * GIB,
+        headroom=headroom,
         bubble=time.bubble,
         breakdown=Breakdown(
             {kind: size / GIB for kind, size in kinds.items()},

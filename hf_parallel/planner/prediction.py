@@ -55,13 +55,23 @@ class Prediction:
     tokens_per_s_per_gpu: float
     mfu: float
     memory_gib: float
-    fits: bool
+    headroom: float
     bubble: float
     breakdown: Breakdown
     shape: ModelShape
     cluster: Cluster
     layout: Layout
     job: Job
+
+    @property
+    def needed_gib(self) -> float:
+        """The GiB that the fullest rank must have."""
+        return find_fullest(list(self.breakdown.ranks)).needed / GIB
+
+    @property
+    def fits(self) -> bool:
+        """Is that in a GPU's memory, less the headroom? Of the published runs that failed none is said to fit."""
+        return self.needed_gib <= self.cluster.gpu.compute_room_gib(self.headroom)
 
     @property
     def allocated_gib(self) -> float:

@@ -34,7 +34,6 @@ from hf_parallel.planner.advice import (
     suggest_rounding,
 )
 from hf_parallel.planner.candidates import (
-    HEADROOM,
     Goal,
     iterate_compressed,
     iterate_layouts,
@@ -46,7 +45,7 @@ from hf_parallel.planner.candidates import (
 )
 from hf_parallel.planner.choices import TELLS, Choice, Found, find_leanest, iterate_variants, rank_seconds, try_layout
 from hf_parallel.planner.dryrun.run import PRECISIONS, count_alone, dry_run
-from hf_parallel.planner.hardware import Cluster
+from hf_parallel.planner.hardware import HEADROOM, Cluster
 from hf_parallel.planner.layout import Job, Layout, normalise_precision
 from hf_parallel.planner.predict import check_four_bit_job
 from hf_parallel.planner.shape import ModelShape, shape_of
