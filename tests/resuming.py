@@ -110,7 +110,7 @@ def moments(folder: str, model: Any) -> dict[str, torch.Tensor]:
         f"{names[number]}/{slot}": tensor
         for number, slots in state.items()
         for slot, tensor in slots.items()
-        if tensor.ndim
+        if torch.is_tensor(tensor) and tensor.ndim
     }
 
 

@@ -34,6 +34,7 @@ from hf_parallel.apply.weights import (
     refuse_gradients_of_gradients,
     take_exchanged,
 )
+from hf_parallel.apply.whole_step import step_on_whole_tensors
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.data import MEASURED
 from hf_parallel.ask.spec import refuse
@@ -116,6 +117,7 @@ def apply(model: nn.Module, plan: Plan, mesh: ParallelMesh, pack: Packing | None
     watch()
     take_exchanged()  # before `step_on_local_parts`: an optimizer is checked with the parameters that it was given
     step_on_local_parts()
+    step_on_whole_tensors()
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
     vars(model).update(_hf_parallel=state, _hf_parallel_tied_keys=tied)
     replace_methods(model, mesh, pipeline, functools.partial(parallelize, mesh=mesh))

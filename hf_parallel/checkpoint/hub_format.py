@@ -126,7 +126,8 @@ def gather_entries_of(model: nn.Module, mesh: ParallelMesh, tensors: Mapping[str
     for name, tensor in tensors.items():
         names = (tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None) or ()
         cuts = tuple((names[axis], dim) for axis, dim in list_axes_and_dims(tensor))
-        order = get_stored_order(model, name.partition("/")[0])  # a slot of an optimizer, `parameter/slot`, lies alike
+        # A slot of an optimizer, `parameter/slot`, lies as the parameter does, or is whole
+        order = get_stored_order(model, name.partition("/")[0]) if isinstance(tensor, DTensor) else None
         own.append(Entry(name, tuple(tensor.shape), tensor.dtype, mesh.index("pp"), cuts, order))
     entries: dict[str, Entry] = {}
     for theirs in gather_from_stages(own, mesh):

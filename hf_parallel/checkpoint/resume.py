@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.ask.waiting import waiting
+from hf_parallel.axes.data.local_step import reads_whole_tensors
 from hf_parallel.checkpoint.hub_format import (
     Group,
     gather_entries_of,
@@ -53,7 +54,10 @@ Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json
 
 @dataclass
 class OptimizerState:
-    """The state of an optimizer by parameter name: tensors of the parameter's shape, numbers, options."""
+    """The state of an optimizer by parameter name: tensors, numbers, options.
+
+    A tensor has the parameter's shape and is cut as that is; the means of rows and columns of Adafactor are whole.
+    """
 
     kind: str | None = None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # "name/slot"
@@ -84,7 +88,9 @@ def read_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerS
             )
         for slot, value in decode_slots(slots, parameter).items():
             if torch.is_tensor(value) and value.ndim and slot != "step":
-                if value.shape != parameter.shape or isinstance(value, DTensor) != isinstance(parameter, DTensor):
+                is_whole = reads_whole_tensors(optimizer) and value.shape != parameter.shape  # on every rank
+                alike = value.shape == parameter.shape and isinstance(value, DTensor) == isinstance(parameter, DTensor)
+                if not (alike or is_whole):
                     raise NotImplementedError(
                         f"hf_parallel: {kind} keeps {slot} of shape {tuple(value.shape)} for {name} of shape "
                         f"{tuple(parameter.shape)}; checkpoints hold states of the parameter's shape and numbers "
@@ -337,7 +343,7 @@ def _set_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: Optimize
         slots.setdefault(name, []).append(slot)
     for name, parameter in zip(names, parameters, strict=True):  # before anything is overwritten
         for shape in {tuple(saved.tensors[f"{name}/{slot}"].shape) for slot in slots.get(name, ())}:
-            if shape != tuple(parameter.shape):
+            if shape != tuple(parameter.shape) and not reads_whole_tensors(optimizer):
                 raise ValueError(f"{name} is {tuple(parameter.shape)}, its optimizer state {shape}")
     packed = optimizer.state_dict()
     packed["state"] = {}
@@ -347,6 +353,9 @@ def _set_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: Optimize
         for slot in slots.get(name, ()):
             # This rank's part, which lies as the parameter does; in the former state's memory, if there is one
             source, target = saved.tensors[f"{name}/{slot}"], former.get(slot)
+            if source.shape != parameter.shape:
+                found[slot] = read_values(source, make_whole_part(source.shape))
+                continue
             kind = DTensor if isinstance(parameter, DTensor) else torch.Tensor
             if not isinstance(target, kind) or (target.shape, target.dtype) != (parameter.shape, source.dtype):
                 target = torch.zeros_like(parameter, dtype=source.dtype, requires_grad=False)

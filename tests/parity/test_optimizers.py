@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
+from transformers import Adafactor
 
 from tests import models
-from tests.distributed import run, run_alone
+from tests.distributed import run, run_alone, run_alone_once
 from tests.rows import Rows
 from tests.training import axes, check_numbers, over
 
@@ -54,21 +55,36 @@ CASES = {
     "RMSprop foreach": (optim.RMSprop, {"lr": 0.01, "eps": 1e-2, "foreach": True}),
     "another's": (Lists, {"lr": 0.1}),
 }
+
+
+def muon(params, **settings):
+    """Which takes matrices alone; what else there is stays as it is."""
+    return optim.Muon([p for p in params if p.ndim == 2], **settings)
+
+
+#: They read rows and columns.
+WHOLE = {
+    "Adafactor": (optim.Adafactor, {"lr": 0.05}),
+    "transformers' Adafactor": (Adafactor, {}),
+    "with momentum": (Adafactor, {"lr": 0.01, "relative_step": False, "beta1": 0.9, "weight_decay": 0.1}),
+    "Muon": (muon, {"lr": 0.02, "adjust_lr_fn": "match_rms_adamw"}),
+}
 STEPS, BATCH = 3, 4
 
 
-def losses(spec: str | None) -> dict[str, list[float]]:
+def losses(spec: str | None, whole: bool = False, tied: bool = False) -> dict[str, list[float]]:
     """By case, the losses of a loop whose optimizer has taken 0, 1, … steps."""
     import hf_parallel
 
     batches = [Rows(STEPS * BATCH, 11, even=True, length=33)[slice(i * BATCH, (i + 1) * BATCH)] for i in range(STEPS)]
     found = {}
-    for name, (kind, settings) in CASES.items():
-        model = models.build("llama", **SHAPE)
+    for name, (kind, settings) in (WHOLE if whole else CASES).items():
+        model = models.build("llama", **SHAPE, tie_word_embeddings=tied)
         if spec is not None:
             hf_parallel.parallelize(model, spec)
         optimizer, seen = kind(model.parameters(), **settings), []
 
+        @torch.enable_grad()  # which transformers' Adafactor leaves off
         def closure(model=model, optimizer=optimizer, seen=seen):
             optimizer.zero_grad()
             loss = model(**batches[len(seen)]).loss
@@ -90,9 +106,15 @@ def losses(spec: str | None) -> dict[str, list[float]]:
 def check_states(optimizer, model):
     """After a step everything is of the model's own parameters, as checkpoints expect."""
     assert optimizer.param_groups[0].get("foreach") == optimizer.defaults.get("foreach")
-    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == set(map(id, model.parameters()))
+    own = set(map(id, model.parameters()))
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert {id(p) for p in model.parameters() if p.ndim > 1} <= given <= own
+    assert set(map(id, optimizer.state)) == given
     for parameter, slots in optimizer.state.items():
         for slot in (value for value in slots.values() if torch.is_tensor(value) and value.ndim):
+            if slot.shape != parameter.shape:  # of rows or columns
+                assert not isinstance(slot, DTensor)
+                continue
             assert isinstance(slot, DTensor) == isinstance(parameter, DTensor)
             assert getattr(slot, "placements", None) == getattr(parameter, "placements", None)
 
@@ -111,6 +133,16 @@ def test_steps_as_in_one_process(spec, expected):
         check_numbers([found[name] for found in ranks], theirs)
 
 
+@over("library", "dp_shard=2", "tp=2", "tp=2,dp_shard=2", "dp_replicate=2")
+@pytest.mark.parametrize("tied", [False, True])
+def test_steps_on_whole_tensors(spec, tied):
+    """Means of rows and columns, and an orthogonal factor, are those of the whole; Muon's products are in bf16."""
+    ranks = run(losses, axes(spec)["world"], spec, True, tied)
+    for name, theirs in run_alone_once(losses, None, True, tied).items():
+        assert abs(theirs[-1] - theirs[0]) > 0.01, name
+        check_numbers([found[name] for found in ranks], theirs)
+
+
 def test_ranks_without_a_row_and_optimizers_that_need_all():
     """One row of two data ranks: the second rank's part is empty. And a step that fails leaves nothing behind."""
 
@@ -126,9 +158,10 @@ def test_ranks_without_a_row_and_optimizers_that_need_all():
                 optimizer.step(lambda: 1 / 0)
             optimizer.step()
             check_states(optimizer, model)
-        for kind in (optim.Adafactor, optim.LBFGS):
-            with pytest.raises(hf_parallel.SpecError, match="whole tensors"):
-                kind(model.parameters()).step(lambda: 0.0)
+        anothers = type("Adafactor", (Lists,), {})
+        for kind, works in ((anothers, "transformers.Adafactor"), (optim.LBFGS, "AdamW")):
+            with pytest.raises(hf_parallel.SpecError, match=f"whole tensors.*{works} works"):
+                kind(model.parameters(), lr=0.1).step(lambda: 0.0)
         return model.weight.full_tensor()
 
     def alone():

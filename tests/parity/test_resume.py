@@ -43,11 +43,11 @@ class Stopped:
     def __init__(self, root, runs):
         self.root, self.runs, self.made = root, runs, {}
 
-    def __call__(self, model: str, spec: str) -> Ended:
-        if (model, spec) not in self.made:
-            out = str(self.root / f"{model}-{layout_id(spec)}")
-            self.made[model, spec] = trained(spec, {"folder": self.runs.initial(model), "out": out})[0]
-        return self.made[model, spec]
+    def __call__(self, model: str, spec: str, optim: str = "adamw_torch") -> Ended:
+        if (model, spec, optim) not in self.made:
+            job = {"folder": self.runs.initial(model), "out": f"{self.root}/{model}-{layout_id(spec)}-{optim}"}
+            self.made[model, spec, optim] = trained(spec, {**job, "optim": optim})[0]
+        return self.made[model, spec, optim]
 
 
 @pytest.fixture(scope="module")
@@ -55,20 +55,21 @@ def stopped(tmp_path_factory, runs):
     return Stopped(tmp_path_factory.mktemp("stopped"), runs)
 
 
-def check_resumed(stopped, runs, out, model: str, sources: list[str], spec: str) -> None:
+def check_resumed(stopped, runs, out, model: str, sources: list[str], spec: str, optim: str = "adamw_torch") -> None:
     """Resume under `spec` what each of the sources has saved, and compare with one process that never stopped."""
     jobs = [
         {
             "folder": runs.initial(model),
             "out": str(out / layout_id(source)),
-            "resume": f"{stopped(model, source).folder}/checkpoint-{STOP}",
+            "resume": f"{stopped(model, source, optim).folder}/checkpoint-{STOP}",
+            "optim": optim,
         }
         for source in sources
     ]
     built, found = models.build(model), []
     for source, ended in zip(sources, trained(spec, *jobs), strict=True):
-        former, same = stopped(model, source), source == spec
-        texts = log_differences(ended, former if same else stopped(model, ONE), REST, 0 if same else TOLERANCE)
+        former, same = stopped(model, source, optim), source == spec
+        texts = log_differences(ended, former if same else stopped(model, ONE, optim), REST, 0 if same else TOLERANCE)
         for step in (STOP, STEPS) if same else (STOP,):  # what was read, and where it led
             texts += checkpoint_differences(*(f"{run.folder}/checkpoint-{step}" for run in (ended, former)), built)
         found += [f"from {layout_id(source)}: {text}" for text in texts]
@@ -95,6 +96,20 @@ def test_from_every_layout_to_every_layout(stopped, runs, tmp_path, spec):
 def test_packed_weights_and_looped_stages(stopped, runs, tmp_path, model, source, spec):
     """Weights that are stored in another order of rows; stages that are not in the order of ranks."""
     check_resumed(stopped, runs, tmp_path, model, [source], spec)
+
+
+@pytest.mark.parametrize(
+    ("model", "source", "spec"),
+    [
+        ("qwen3", ONE, "tp=2,dp_shard=2"),
+        ("qwen3", "dp_shard=2", "pp=2"),
+        ("gpt2", "pp=2", "dp_shard=2"),
+        ("gpt2", "tp=2", ONE),
+    ],
+)
+def test_means_of_rows_and_columns(stopped, runs, tmp_path, model, source, spec):
+    """Adafactor's states are whole on every rank; under tp the rows of q, k and v in one weight are stored apart."""
+    check_resumed(stopped, runs, tmp_path, model, [source], spec, "adafactor")
 
 
 def by_depth(trainer) -> None:

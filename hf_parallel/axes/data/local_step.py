@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 #: Where torch defines the steps that treat every number by itself; the others read whole matrices or norms.
 _KINDS = ("adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
 _ELEMENTWISE = {f"torch.optim.{kind}" for kind in _KINDS}
-#: Optimizers that read rows, columns or norms, and cannot do so in DTensors either.
-_OF_WHOLE_TENSORS = {"Adafactor", "LBFGS"}
+#: Where optimizers are defined that read rows, columns or norms of one parameter at a time, and so step on it whole.
+_OF_WHOLE_TENSORS = {"torch.optim._adafactor", "torch.optim._muon", "transformers.optimization"}
+#: Others that cannot do so in DTensors: they step on all parameters at once, or in ways that nobody has read.
+_REFUSED = {"Adafactor", "LBFGS"}
 _HELD = "_hf_parallel_on_parts"  # what an optimizer is in the midst of
 
 
@@ -47,10 +49,13 @@ def step_on_local_parts() -> None:
 def _begin_local_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     _end_local_step(optimizer)  # of a step that has failed
     kind = type(optimizer).__name__
-    if kind in _OF_WHOLE_TENSORS and any(
-        isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]
+    if (
+        kind in _REFUSED
+        and not reads_whole_tensors(optimizer)
+        and any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
     ):
-        refuse(kind, "it needs whole tensors, of which ranks hold parts", "AdamW")
+        works = "AdamW" if kind == "LBFGS" else "transformers.Adafactor"
+        refuse(kind, "it needs whole tensors, of which ranks hold parts", works)
     held = OnLocalParts(optimizer, states_too=True) if is_elementwise(optimizer) else OneByOne(optimizer)
     vars(optimizer)[_HELD] = held
     held.begin()
@@ -80,6 +85,11 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     if type(optimizer).step.__module__ not in _ELEMENTWISE:
         return False
     return not any(group.get("differentiable") for group in optimizer.param_groups)
+
+
+def reads_whole_tensors(optimizer: Optimizer) -> bool:
+    """Does it read the rows or columns of each parameter, and so steps on whole tensors, one at a time?"""
+    return type(optimizer).step.__module__ in _OF_WHOLE_TENSORS
 
 
 def list_parameters_of(optimizer: Optimizer) -> list[list[torch.Tensor]]:

@@ -41,12 +41,6 @@ def check_arguments(args: TrainingArguments) -> None:
             "group_by_length",
         ),
         (
-            "adafactor" in str(args.optim).lower(),
-            "optim=adafactor",
-            "row and column statistics of shards",
-            "optim=adamw_torch",
-        ),
-        (
             "underflow_overflow" in args.debug and config.tp_size > 1,
             "debug=underflow_overflow",
             "watching split weights",
