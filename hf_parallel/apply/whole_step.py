@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_parallel.apply.weights import order_of
 from hf_parallel.ask.spec import refuse
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from hf_parallel.model.anatomy import StoredOrder
 
 _HELD = "_hf_parallel_on_wholes"  # the parameters of an optimizer's groups while it steps
+_PLACES = "_hf_parallel_places"  # where each of its parameters lies: the stored order, this rank's part
 
 
 @functools.cache
@@ -73,9 +75,13 @@ def _step_on_whole(optimizer: Any, group: dict[str, Any], parameter: DTensor) ->
     own, device = get_stored(parameter), parameter.device_mesh.device_type
     if own.device.type != device:
         why = f"{type(optimizer).__name__} needs whole tensors, which ranks gather on {device}, not on {own.device}"
-        refuse("offload", why, "AdamW")
+        refuse("offload=cpu", why, "AdamW")
+    places = vars(optimizer).setdefault(_PLACES, WeakIdKeyDictionary())
+    if parameter not in places:
+        order = order_of(parameter)
+        places[parameter] = order, find_local_part(parameter, order)
+    order, part = places[parameter]
     gradient: Any = parameter.grad
-    order, part = order_of(parameter), find_local_part(parameter, order_of(parameter))
     whole = nn.Parameter(_gather(parameter, order))
     whole.grad = _gather(gradient.redistribute(placements=parameter.placements), order)
     slots = optimizer.state.pop(parameter, {})
