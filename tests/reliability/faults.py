@@ -138,7 +138,12 @@ def _rename(act: Callable) -> None:
     """Between manifest and rename on rank 0; while they wait for it on the others."""
     from hf_parallel.checkpoint import folder
 
-    agree = folder.Checkpoint._agree
+    agree, rename = folder.Checkpoint._agree, os.rename
+
+    def renamed(source: str, target: str) -> None:
+        if os.path.isdir(source):
+            act()
+        rename(source, target)
 
     def last(self: Any, complete: bool = False) -> None:
         if complete:
@@ -146,7 +151,7 @@ def _rename(act: Callable) -> None:
         agree(self, complete)
 
     if os.environ["RANK"] == "0":
-        _first(folder.Checkpoint, "_rename", act)
+        os.rename = renamed
     else:
         folder.Checkpoint._agree = last
 

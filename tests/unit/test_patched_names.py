@@ -8,10 +8,12 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+#: Of monkeypatch, of Python, and of tests/reliability/faults.py.
+SETTERS = {"setattr", "_first", "_at_call"}
 
 
 def find_unread(source: str) -> list[str]:
-    """Return what a test's source replaces, by `setattr`, in modules and classes of ours where nobody reads it."""
+    """Return what a test's source replaces in modules and classes of ours where nobody reads it."""
     tree = ast.parse(source)
     modules = dict(_list_imports(tree))
     found = []
@@ -33,15 +35,25 @@ def _list_imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def _list_replaced(tree: ast.AST, modules: dict[str, str]) -> Iterator[tuple[str, str, int]]:
-    """Yield module, name and line of `setattr(module, "name", …)` and of `setattr("module.name", …)`."""
+    """Yield owner, name and line of `setattr(owner, "name", …)`, `setattr("owner.name", …)` and `owner.name = …`."""
     for node in ast.walk(tree):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setattr"):
+        if isinstance(node, ast.Assign):
+            targets = [target for target in node.targets if isinstance(target, ast.Attribute)]
+            yield from ((_resolve(target.value, modules), target.attr, node.lineno) for target in targets)
+        called = node.func if isinstance(node, ast.Call) else None
+        if getattr(called, "attr", getattr(called, "id", "")) not in SETTERS or not node.args:
             continue
         words = [arg.value if isinstance(arg, ast.Constant) else None for arg in node.args[:2]]
         if isinstance(words[0], str):
             yield *words[0].rpartition(".")[::2], node.lineno
-        elif len(words) == 2 and isinstance(words[1], str) and ast.unparse(node.args[0]) in modules:
-            yield modules[ast.unparse(node.args[0])], words[1], node.lineno
+        elif len(words) == 2 and isinstance(words[1], str):
+            yield _resolve(node.args[0], modules), words[1], node.lineno
+
+
+def _resolve(owner: ast.expr, modules: dict[str, str]) -> str:
+    """Return the dotted name of an imported module or class; an empty text for others."""
+    first, dot, rest = ast.unparse(owner).partition(".")
+    return modules[first] + dot + rest if first in modules else ""
 
 
 @cache
@@ -103,3 +115,9 @@ def test_a_name_that_nobody_reads_is_found():
     of_class = "from hf_parallel.ask.config import ParallelConfig\npatch.setattr(ParallelConfig, {!r}, None)\n"
     assert find_unread(of_class.format("parse")) == []
     assert find_unread(of_class.format("parses"))
+    of_its_module = "from hf_parallel.ask import config\n_first(config.ParallelConfig, {!r}, None)\n"
+    assert find_unread(of_its_module.format("parse")) == []
+    assert find_unread(of_its_module.format("parses"))
+    assigned = "from hf_parallel.ask import config\nconfig.ParallelConfig.{} = None\n"
+    assert find_unread(assigned.format("parse")) == []
+    assert find_unread(assigned.format("parses"))
