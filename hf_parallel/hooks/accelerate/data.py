@@ -141,6 +141,7 @@ def skip_first_batches(original: Callable, dataloader: DataLoader, num_batches: 
 def begin_pass(original: Callable, self: Any) -> None:
     """Count what the last batch has of the rows that the sampler draws, which may be fewer or more than there are."""
     original(self)
+    self.remainder_by_length = self.remainder  # where one process cuts what it gathers from the last batch
     sampler: Any = getattr(self, "batch_sampler", None)
     while getattr(sampler, "batch_sampler", None) is not None:
         sampler = sampler.batch_sampler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -211,6 +212,10 @@ def evaluate_real_rows(
         loss = (loss if step.weighted else means.weigh_loss(loss, step.share)).detach().float().clone()
         dist.all_reduce(loss, group=runtime.mesh().data_group)
         loss = loss / runtime.mesh().data_size
+        cut = getattr(dealt.active_dataloader, "remainder_by_length", dealt.remainder)
+        if dealt.end_of_dataloader and cut != dealt.remainder:
+            gather_rows = self.gather_function
+            self.gather_function = functools.partial(_gather_losses, self, gather_rows, cut)
     if step.real_rows is not None:
         # Full again where `gather_for_metrics` drops the repeats; Seq2SeqTrainer gathers all there is.
         if rows.JOINED in batch or self.gather_function == self.accelerator.gather:
@@ -220,6 +225,16 @@ def evaluate_real_rows(
     _refill_inputs_to_gather(self, inputs, kept, step.real_rows)
     hangs.mark_phase("evaluation", may_take_long=True)  # its metrics
     return loss, logits, labels
+
+
+def _gather_losses(trainer: Trainer, gather_rows: Callable, cut: int, losses: torch.Tensor) -> torch.Tensor:
+    """Gather the loss of a last batch, repeated for each row, and cut it where one process does.
+
+    That is at the remainder of the data set's length, also where the sampler draws more, as TRL's does for its groups.
+    """
+    trainer.gather_function = gather_rows
+    gathered = trainer.accelerator.gather(losses)
+    return gathered if cut <= 0 or gather_rows == trainer.accelerator.gather else gathered[:cut]
 
 
 def _select_real_examples(trainer: Trainer, batch: rows.Batch, real: int, count: int, blocks: int) -> rows.Batch:
