@@ -126,8 +126,10 @@ def gather_entries_of(model: nn.Module, mesh: ParallelMesh, tensors: Mapping[str
     for name, tensor in tensors.items():
         names = (tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None) or ()
         cuts = tuple((names[axis], dim) for axis, dim in list_axes_and_dims(tensor))
-        # A slot of an optimizer, `parameter/slot`, lies as the parameter does, or is whole
-        order = get_stored_order(model, name.partition("/")[0]) if isinstance(tensor, DTensor) else None
+        parameter, _, slot = name.partition("/")
+        order = get_stored_order(model, parameter)
+        if slot and order is not None and tensor.shape != model.get_parameter(parameter).shape:
+            order = None  # a slot of an optimizer lies as the parameter does, or is whole
         own.append(Entry(name, tuple(tensor.shape), tensor.dtype, mesh.index("pp"), cuts, order))
     entries: dict[str, Entry] = {}
     for theirs in gather_from_stages(own, mesh):
