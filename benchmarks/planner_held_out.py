@@ -114,8 +114,8 @@ def held_out(rows: list[published.Row]) -> None:
     timed = [row for row in published.with_step_times(rows) if not row.get("experts")]
     measured = [read_room(row) for row in published.of_memory(rows) if not row.get("experts")]
     asked = [read_room(row) for row in published.of_fitting(rows) if not row.get("experts")]
-    print("| series | step time: rows | median, p90 | memory: rows | median, p90 | fits with headroom: right, wrong | without |", end="")
-    print(" sweeps | median rho | regret: median, largest | of those within 3 % |\n" + "| --- " * 11 + "|")
+    print("| series | step time: rows | median, p90 | memory: rows | median, p90 | fits with headroom |", end="")
+    print(" without | sweeps | median rho | regret: median, largest | of those within 3 % |\n" + "| --- " * 11 + "|")
     everything: list[tuple[published.Row, float]] = []
     for name in sorted({room.row["series"] for room in (*measured, *asked)} | {row["series"] for row in timed}):
         mine = [row for row in timed if row["series"] == name]
