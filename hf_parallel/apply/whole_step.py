@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_parallel.apply.weights import order_of
+from hf_parallel.apply.weights import gather_in_own_order, order_of
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.data.local_step import reads_whole_tensors
 from hf_parallel.checkpoint.slices import find_local_part, read_part
@@ -28,8 +28,6 @@ from hf_parallel.ranks.mesh import get_stored, place_as
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-
-    from hf_parallel.model.anatomy import StoredOrder
 
 _HELD = "_hf_parallel_on_wholes"  # the parameters of an optimizer's groups while it steps
 _PLACES = "_hf_parallel_places"  # where each of its parameters lies: the stored order, this rank's part
@@ -82,10 +80,12 @@ def _step_on_whole(optimizer: Any, group: dict[str, Any], parameter: DTensor) ->
         places[parameter] = order, find_local_part(parameter, order)
     order, part = places[parameter]
     gradient: Any = parameter.grad
-    whole = nn.Parameter(_gather(parameter, order))
-    whole.grad = _gather(gradient.redistribute(placements=parameter.placements), order)
+    whole = nn.Parameter(gather_in_own_order(parameter, order))
+    whole.grad = gather_in_own_order(gradient.redistribute(placements=parameter.placements), order)
     slots = optimizer.state.pop(parameter, {})
-    optimizer.state[whole] = {k: _gather(v, order) if isinstance(v, DTensor) else v for k, v in slots.items()}
+    optimizer.state[whole] = {
+        k: gather_in_own_order(v, order) if isinstance(v, DTensor) else v for k, v in slots.items()
+    }
     group["params"] = [whole]
     type(optimizer).step.__wrapped__(optimizer)  # without hooks, which are those of the step around it
     own.copy_(read_part(whole, part))
@@ -94,9 +94,3 @@ def _step_on_whole(optimizer: Any, group: dict[str, Any], parameter: DTensor) ->
         if torch.is_tensor(value) and value.ndim and value.shape == whole.shape:
             slots[name] = place_as(parameter, read_part(value, part).clone(memory_format=torch.contiguous_format))
     optimizer.state[parameter] = slots
-
-
-def _gather(tensor: DTensor, order: StoredOrder | None) -> torch.Tensor:
-    detached: Any = tensor.detach()
-    whole = detached.full_tensor()
-    return whole if order is None else order.to_own(whole)

@@ -28,6 +28,12 @@ from hf_parallel.ask.spec import refuse
 HEADROOM = 8.0
 
 
+def check_headroom(percent: float) -> None:
+    """Refuse what is no percentage of a GPU's memory."""
+    if not (percent == 0 or 1 <= percent < 100):
+        refuse(f"headroom={percent:g}", "is a percentage of each GPU's memory, 0 or 1 to below 100", f"{HEADROOM:g}")
+
+
 @dataclass(frozen=True)
 class Link:
     """`bandwidth`: bytes/s per GPU and direction. `latency`: seconds per step of a ring.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.timeline import Timeline
 from hf_parallel.planner.activations import EAGER, FLASH, SDPA, count_offloaded_bytes, has_mask
-from hf_parallel.planner.hardware import HEADROOM, Cluster, Gpu, Link, make_cluster
+from hf_parallel.planner.hardware import HEADROOM, Cluster, Gpu, Link, check_headroom, make_cluster
 from hf_parallel.planner.layout import Job, Layout, make_computed_job, make_job, make_layout
 from hf_parallel.planner.ledger import (
     ATTENTION,
@@ -545,6 +545,7 @@ def predict(
     Raises:
         SpecError: a name that is not known or numbers that cannot hold; the message says what works.
     """
+    check_headroom(headroom)
     shape = shape_of(model)
     sizes = make_layout(layout, gpus)
     cluster = make_cluster(gpu, gpus or sizes.gpus, gpus_per_node or 8, network)

@@ -45,7 +45,7 @@ from hf_parallel.planner.candidates import (
 )
 from hf_parallel.planner.choices import TELLS, Choice, Found, find_leanest, iterate_variants, rank_seconds, try_layout
 from hf_parallel.planner.dryrun.run import PRECISIONS, count_alone, dry_run
-from hf_parallel.planner.hardware import HEADROOM, Cluster
+from hf_parallel.planner.hardware import HEADROOM, Cluster, check_headroom
 from hf_parallel.planner.layout import Job, Layout, normalise_precision
 from hf_parallel.planner.predict import check_four_bit_job
 from hf_parallel.planner.shape import ModelShape, shape_of
@@ -108,8 +108,7 @@ def search(
     """
     if memory_gib is not None:
         cluster = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_gib=memory_gib))
-    if not (headroom == 0 or 1 <= headroom < 100):
-        refuse(f"headroom={headroom:g}", "is a percentage of each GPU's memory, 0 or 1 to below 100", f"{HEADROOM:g}")
+    check_headroom(headroom)
     script = {"adapt": adapt, "kernel": attention, "documents": documents, "whole_logits": whole_logits}
     batch = {"seq": seq, "global_batch": global_batch, "rows": rows, "accumulation": accumulation}
     trained = {"optimizer": optimizer, "lora": 16 if lora is True else int(lora), "four_bit": four_bit}

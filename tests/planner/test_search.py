@@ -9,7 +9,7 @@ import pytest
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.hooks.auto import plan
-from hf_parallel.planner import choices, make_cluster, shape_of
+from hf_parallel.planner import choices, make_cluster, predict, shape_of
 from hf_parallel.planner.activations import Planned
 from hf_parallel.planner.advice import choose_expected_layout
 from hf_parallel.planner.candidates import Goal, list_ways_of
@@ -126,6 +126,8 @@ def test_what_fits_only_without_headroom_is_told():
 def test_headroom_is_a_percentage(percent):
     with pytest.raises(SpecError, match=f"headroom={percent}.*percentage.*8 works"):
         searched(headroom=percent)
+    with pytest.raises(SpecError, match=f"headroom={percent}.*percentage.*8 works"):
+        predict(model=LLAMA_70B, gpu="h100-80gb", gpus=8, seq=512, headroom=percent)
 
 
 def test_nothing_fits():

@@ -88,7 +88,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def reads_whole_tensors(optimizer: Optimizer) -> bool:
-    """Does it read the rows or columns of each parameter, and so steps on whole tensors, one at a time?"""
+    """Does it read rows or columns of one parameter at a time, and so step on whole tensors?"""
     return type(optimizer).step.__module__ in _OF_WHOLE_TENSORS
 
 

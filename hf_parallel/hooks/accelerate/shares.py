@@ -237,7 +237,7 @@ def is_ragged(gradient_state: GradientState) -> bool:
     """Is this a last batch that is filled with repeated rows? All data ranks say the same."""
     if not gradient_state.end_of_dataloader or gradient_state.remainder <= 0 or runtime.mesh().data_size == 1:
         return False
-    # A batch sampler may, which accelerate does not look at.
+    # A batch sampler may leave out a last batch that is not full, which accelerate does not look at.
     return not does_drop_last(gradient_state.active_dataloader)
 
 
