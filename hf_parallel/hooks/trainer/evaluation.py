@@ -207,18 +207,18 @@ def evaluate_real_rows(
         own = sum(isinstance(part, ModelOutput) for part in parts)
         most = max(messages.gather_objects(own, runtime.mesh().data_group))
         logits = logits if own == most else (*parts, *(BaseModelOutput() for _ in range(most - own)))
+    gathers_all = self.gather_function == self.accelerator.gather  # as Seq2SeqTrainer does
     if loss is not None and several:
         # evaluation_loop repeats the loss for each row and cuts at the remainder: right if all ranks carry the mean.
         loss = (loss if step.weighted else means.weigh_loss(loss, step.share)).detach().float().clone()
         dist.all_reduce(loss, group=runtime.mesh().data_group)
         loss = loss / runtime.mesh().data_size
         cut = getattr(dealt.active_dataloader, "remainder_by_length", dealt.remainder)
-        if dealt.end_of_dataloader and cut != dealt.remainder:
-            gather_rows = self.gather_function
-            self.gather_function = functools.partial(_gather_losses, self, gather_rows, cut)
+        if dealt.end_of_dataloader and cut != dealt.remainder and not gathers_all:
+            self.gather_function = functools.partial(_gather_losses, self, self.gather_function, cut)
     if step.real_rows is not None:
-        # Full again where `gather_for_metrics` drops the repeats; Seq2SeqTrainer gathers all there is.
-        if rows.JOINED in batch or self.gather_function == self.accelerator.gather:
+        # Full again where `gather_for_metrics` drops the repeats.
+        if rows.JOINED in batch or gathers_all:
             logits, labels = rows.without_stand_in((logits, labels), real)
         else:
             logits, labels = rows.fill_rows((logits, labels), real, count)
@@ -234,7 +234,7 @@ def _gather_losses(trainer: Trainer, gather_rows: Callable, cut: int, losses: to
     """
     trainer.gather_function = gather_rows
     gathered = trainer.accelerator.gather(losses)
-    return gathered if cut <= 0 or gather_rows == trainer.accelerator.gather else gathered[:cut]
+    return gathered[:cut] if cut > 0 else gathered
 
 
 def _select_real_examples(trainer: Trainer, batch: rows.Batch, real: int, count: int, blocks: int) -> rows.Batch:
@@ -251,8 +251,8 @@ def _refill_inputs_to_gather(trainer: Trainer, inputs: dict, kept: rows.Batch, r
     """`evaluation_loop` goes on with the batch that it gave: metrics see the real rows, those of all ranks."""
     if "inputs" not in trainer.args.include_for_metrics or runtime.mesh().data_size == 1:
         return
-    if real is not None:
-        inputs.update(rows.without_stand_in(dict(kept), real))
+    if real is not None:  # of the same names on every rank: a stand-in may have tokens for a decoder besides
+        inputs.update({key: value for key, value in rows.without_stand_in(dict(kept), real).items() if key in inputs})
     if trainer.args.batch_eval_metrics:  # else the loop gathers them itself
         accelerator = trainer.accelerator
         for key, value in inputs.items():
