@@ -34,6 +34,8 @@ from tests import distributed
 SECONDS = Path(__file__).parent / "results" / "seconds.json"
 #: What the cases of one test may take in a plain run, beyond its first and what shows the axes of its file.
 PER_TEST = 1.0
+#: A plain run takes every case of these: each is a command of a page.
+EVERY_CASE = {"tests/processes/test_docs.py::test_command"}
 #: What all cases of a plain run may take together: 24 minutes of two workers on the machine of the measurements.
 PER_RUN = 2900.0
 #: A test of which one case takes longer runs under `--all` alone.
@@ -120,7 +122,7 @@ def _of_file(tests: dict[str, list[Case]], seconds: dict[str, float], per_test: 
 
 def _of_test(first: Case, cases: list[Case], each: float, per_test: float) -> list[Case]:
     """All if there is time; else the first, then what shows new values, then what shows new pairs of them."""
-    if len(cases) * each <= per_test:
+    if len(cases) * each <= per_test or first.test in EVERY_CASE:
         return cases
     taken, shown = [first], _together(first, 1) | _together(first, 2)
     for number in (1, 2):

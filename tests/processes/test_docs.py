@@ -54,6 +54,10 @@ def desk(tmp_path_factory):
         (root / name).symlink_to(ROOT / name)
     (root / "out").mkdir()
     (root / "out" / "hf_parallel.json").write_text('{"spec": "tp=2,pp=2,dp_shard=1"}')
+    (root / "OUT").mkdir()
+    logged = [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.0}]
+    (root / "OUT" / "trainer_state.json").write_text(json.dumps({"global_step": 2, "log_history": logged}))
+    (root / "docs" / "images").mkdir(parents=True)
     (root / "ROWS.json").symlink_to(ROOT / "tests" / "planner" / "data" / "published.json")
     run_alone(partial(write_checkpoints, root))
     return root
@@ -158,6 +162,10 @@ def program(*words: str) -> None:
     if words[0] == "-m":
         sys.argv = list(words[1:])
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    if words[0] == "train.py":
+        sys.argv = list(words)
+        runpy.run_path(words[0], run_name="__main__")
         return
     module = importlib.import_module(words[0].removesuffix(".py").replace("/", "."))
     sys.argv = list(words)

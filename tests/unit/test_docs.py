@@ -28,6 +28,11 @@ ELSEWHERE = {
     r"python -m tests\.cuda.*|python -m pytest tests/cuda": "tests/cuda/test_layouts.py::test_data_parallelism",
     r"python -m pytest -q tests/unit/\S+": "tests/unit/test_config.py::test_grids_that_are_none_of_the_ranks",
     r"python -m pytest -p tests\.cuda\.plugin .*": "tests/cuda/test_scripts.py::test_short_scripts",
+    r"pip install nvidia-ml-py": "tests/parity/test_pipeline_energy.py::test_steps_take_as_long",
+    r"hf-parallel launch .* examples/finetune_lora\.py": "tests/parity/test_lora.py::test_script_as_peft_shows_it",
+    r"hf-parallel launch .*pipedream_2bw examples/.*": "tests/parity/test_delayed_updates.py::test_as_its_rule",
+    r"python -m tests\.prove\.table --kind originals.*": "tests/prove/test_command.py::test_page_of_proofs",
+    r"python -m pytest --all tests/prove": "tests/prove/test_faults.py::test_found",
     r"make site": "tests/unit/test_site.py::test_it_has_every_page_and_the_support_matrix",
     r"make( gpu-[a-z]+)+": "tests/processes/test_gpu_parts.py::test_part_without_a_gpu",
     r"make gpu WHEELS=.*": "tests/unit/test_gpu_parts.py::test_an_environment_from_a_folder_of_wheels",
@@ -68,6 +73,9 @@ ELSEWHERE = {
     r"hf-parallel export .*--push_to_hub .*": "tests/reliability/test_export.py::test_push_to_hub",
     r"python -m tests.sweep_losses.*": "tests/parity/test_model_losses.py::test_boxes_are_those_of_all_data_ranks",
     r"python -m tests.sweep_experts": "tests/parity/test_expert_models.py::test_one_step",
+    r"python -m benchmarks\.learned_here": (
+        "tests/planner/test_calibration.py::test_six_layouts_are_planned_as_they_run"
+    ),
     r"python -m benchmarks.six_plans": "tests/planner/test_plan_cli.py::test_cheapest_of_the_six_plans",
     r"python -m benchmarks.planner_held_out .*": (
         "tests/planner/test_published.py::test_memory_of_series_that_are_left_out"
