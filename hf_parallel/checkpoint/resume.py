@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.ask.waiting import waiting
-from hf_parallel.axes.data.local_step import reads_whole_tensors
+from hf_parallel.axes.data.reach import find_reaches, reads_whole_tensors
 from hf_parallel.checkpoint.hub_format import (
     Group,
     gather_entries_of,
@@ -88,9 +88,9 @@ def read_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerS
             )
         for slot, value in decode_slots(slots, parameter).items():
             if torch.is_tensor(value) and value.ndim and slot != "step":
-                is_whole = reads_whole_tensors(optimizer) and value.shape != parameter.shape  # on every rank
+                is_whole = value.shape != parameter.shape and not isinstance(value, DTensor)  # on every rank
                 alike = value.shape == parameter.shape and isinstance(value, DTensor) == isinstance(parameter, DTensor)
-                if not (alike or is_whole):
+                if not (alike or is_whole and reads_whole_tensors(optimizer)):
                     raise NotImplementedError(
                         f"hf_parallel: {kind} keeps {slot} of shape {tuple(value.shape)} for {name} of shape "
                         f"{tuple(parameter.shape)}; checkpoints hold states of the parameter's shape and numbers "
@@ -253,6 +253,7 @@ def load_optimizer_state(
     Raises:
         ValueError: the state is of another optimizer or another model.
     """
+    find_reaches(optimizer)  # of an optimizer as it was made
     with waiting("reading the optimizer's states"), contextlib.ExitStack() as stack:
         if os.path.isfile(os.path.join(directory, folder, INDEX)):
             saved = _read_saved_state(os.path.join(directory, folder), stack)

@@ -10,34 +10,13 @@ from torch.distributed.tensor import DTensor
 from transformers import Adafactor
 
 from tests import models
-from tests.distributed import run, run_alone, run_alone_once
+from tests import optimizers as others
+from tests.distributed import RankFailure, run, run_alone, run_alone_once
 from tests.rows import Rows
 from tests.training import axes, check_numbers, over
 
 #: A vocabulary that no number of ranks divides; the epsilons keep rounding of tiny gradients out of quotients.
 SHAPE = {"num_hidden_layers": 1, "vocab_size": 515}
-
-
-class Lists(optim.Optimizer):
-    """As other packages write optimizers: lists of tensors at once if foreach is set, which it is by default."""
-
-    def __init__(self, params, lr, foreach=True):
-        super().__init__(params, {"lr": lr, "foreach": foreach})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        if closure is not None:
-            torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            chosen = [p for p in group["params"] if p.grad is not None]
-            means = [self.state[p].setdefault("mean", torch.zeros_like(p)) for p in chosen]
-            gradients = [p.grad for p in chosen]
-            if group["foreach"]:
-                torch._foreach_lerp_(means, gradients, 0.5)
-                torch._foreach_add_(chosen, means, alpha=-group["lr"])
-                continue
-            for p, mean, gradient in zip(chosen, means, gradients, strict=True):
-                p.add_(mean.lerp_(gradient, 0.5), alpha=-group["lr"])
 
 
 CASES = {
@@ -53,7 +32,8 @@ CASES = {
     "NAdam foreach": (optim.NAdam, {"lr": 0.01, "eps": 1e-3, "foreach": True}),
     "RAdam foreach": (optim.RAdam, {"lr": 0.1, "eps": 1e-3, "foreach": True}),
     "RMSprop foreach": (optim.RMSprop, {"lr": 0.01, "eps": 1e-2, "foreach": True}),
-    "another's": (Lists, {"lr": 0.1}),
+    "another's": (others.Lists, {"lr": 0.1}),
+    "another's kernels": (others.LikeCopies, {"lr": 0.05}),
 }
 
 
@@ -62,12 +42,15 @@ def muon(params, **settings):
     return optim.Muon([p for p in params if p.ndim == 2], **settings)
 
 
-#: They read rows and columns.
+#: They read rows, columns or norms; the last one of all parameters.
 WHOLE = {
     "Adafactor": (optim.Adafactor, {"lr": 0.05}),
     "transformers' Adafactor": (Adafactor, {}),
     "with momentum": (Adafactor, {"lr": 0.01, "relative_step": False, "beta1": 0.9, "weight_decay": 0.1}),
     "Muon": (muon, {"lr": 0.02, "adjust_lr_fn": "match_rms_adamw"}),
+    "norms": (others.LikeLamb, {"lr": 0.05}),
+    "projections": (others.LikeApollo, {"lr": 0.05}),
+    "a common rate": (others.LikeProdigy, {"lr": 0.02}),
 }
 STEPS, BATCH = 3, 4
 
@@ -158,9 +141,8 @@ def test_ranks_without_a_row_and_optimizers_that_need_all():
                 optimizer.step(lambda: 1 / 0)
             optimizer.step()
             check_states(optimizer, model)
-        anothers = type("Adafactor", (Lists,), {})
-        for kind, works in ((anothers, "transformers.Adafactor"), (optim.LBFGS, "AdamW")):
-            with pytest.raises(hf_parallel.SpecError, match=f"whole tensors.*{works} works"):
+        for kind, why in ((optim.LBFGS, "whole tensors"), (others.Draws, "random numbers")):
+            with pytest.raises(hf_parallel.SpecError, match=f"{why}.*AdamW works"):
                 kind(model.parameters(), lr=0.1).step(lambda: 0.0)
         return model.weight.full_tensor()
 
@@ -175,3 +157,77 @@ def test_ranks_without_a_row_and_optimizers_that_need_all():
 
     for weight in run(steps, 2):
         torch.testing.assert_close(weight, run_alone(alone), rtol=1e-6, atol=0)  # the same operations
+
+
+class Fails(others.LikeLamb):
+    """A step raises at one shape."""
+
+    fails = False
+
+    def find_moves(self, group, chosen):
+        if self.fails and chosen[0].shape == (19, 5):
+            raise ZeroDivisionError
+        return super().find_moves(group, chosen)
+
+
+class FailsTogether(others.LikeProdigy):
+    """A step raises, of all parameters."""
+
+    fails = False
+
+    def find_moves(self, group, chosen):
+        if self.fails:
+            raise ZeroDivisionError
+        return super().find_moves(group, chosen)
+
+
+@pytest.mark.parametrize("kind", [Fails, FailsTogether])
+def test_a_step_on_whole_tensors_that_fails(kind):
+    """The next one finds groups and states; of steps one by one, those before the failure stay."""
+
+    def steps(spec):
+        import hf_parallel
+
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 19), nn.Linear(19, 3))
+        if spec is not None:
+            hf_parallel.parallelize(model, spec)
+        optimizer = kind(model.parameters(), lr=0.1)
+        for step in range(3):
+            model(torch.ones(3, 5)).sum().backward()
+            if step == 1:
+                optimizer.fails = True
+                with pytest.raises(ZeroDivisionError):
+                    optimizer.step()
+                optimizer.fails = False
+            optimizer.step()
+        if spec is None:
+            return model[0].weight.detach()
+        check_states(optimizer, model)
+        return model[0].weight.full_tensor()
+
+    tolerance = 1e-6 if kind is FailsTogether else 0.1
+    for weight in run(steps, 2, "dp_shard=2"):
+        torch.testing.assert_close(weight, run_alone(steps, None), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [(others.LikeProdigy, "several tensors"), (others.Around, "cannot be tried"), (others.Lists, None)],
+)
+def test_under_pp_what_reads_several_parameters(kind, why):
+    """Each stage would go by its own."""
+
+    def step():
+        import hf_parallel
+
+        model = hf_parallel.parallelize(models.build("llama", **SHAPE | {"num_hidden_layers": 2}), "pp=2")
+        rows = Rows(BATCH, 11, even=True, length=33)[slice(0, BATCH)]
+        model(**rows).loss.backward()
+        kind(model.parameters(), lr=0.1).step()
+
+    if why is None:
+        run(step, 2)
+        return
+    with pytest.raises(RankFailure, match=f"{kind.__name__} under pp=2.*{why}.*AdamW works"):
+        run(step, 2)

@@ -23,7 +23,8 @@ from torch import nn
 from hf_parallel.ask.keys.data import offload_folder
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.data.files import StateFile, StatePart
-from hf_parallel.axes.data.local_step import is_elementwise, list_parameters_of, step_on_local_parts
+from hf_parallel.axes.data.local_step import list_parameters_of, step_on_local_parts
+from hf_parallel.axes.data.reach import is_elementwise
 from hf_parallel.ranks.local import call_after_steps, call_before_steps
 from hf_parallel.ranks.mesh import get_stored
 

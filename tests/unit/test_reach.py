@@ -1,0 +1,86 @@
+"""What a step reads is found by trials, on which nothing of the script's own depends."""
+
+import pytest
+import torch
+from torch import nn, optim
+from transformers import Adafactor
+
+from hf_parallel.axes.data.reach import Reach, find_reaches, reads_whole_tensors
+from tests import optimizers as others
+
+
+def parameters(*shapes):
+    """Parameters with gradients."""
+    torch.manual_seed(0)
+    made = [nn.Parameter(torch.randn(shape)) for shape in shapes or ((5, 3), (7,), (3, 5))]
+    for parameter in made:
+        parameter.grad = torch.randn_like(parameter)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "reach"),
+    [
+        (optim.AdamW, Reach.NUMBERS),
+        (optim.Adafactor, Reach.TENSORS),
+        (others.Plain, Reach.NUMBERS),
+        (others.Lists, Reach.NUMBERS),
+        (others.LikeCopies, Reach.NUMBERS),
+        (others.LikeLamb, Reach.TENSORS),
+        (others.LikeApollo, Reach.TENSORS),
+        (others.BeginsLate, Reach.TENSORS),
+        (others.AtRightAngles, Reach.TENSORS),
+        (others.LikeProdigy, Reach.ALL),
+        (others.ByPlace, Reach.ALL),
+        (others.Draws, Reach.RANDOM),
+        (others.KeptByTensor, Reach.UNKNOWN),
+        (others.Around, Reach.UNKNOWN),
+        (optim.LBFGS, Reach.UNKNOWN),
+    ],
+)
+def test_what_is_found(kind, reach):
+    """A trial changes neither the parameters nor the optimizer nor the random numbers that follow."""
+    optimizer, state = kind(own := parameters(), lr=0.1), torch.get_rng_state()
+    before = [parameter.clone() for parameter in own], str(optimizer.state_dict())
+    assert find_reaches(optimizer) == [reach]
+    assert all(map(torch.equal, before[0], own))
+    assert before[1] == str(optimizer.state_dict())
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_rate_of_zero():
+    """A warm-up begins there; nothing would move."""
+    optimizer = others.LikeLamb(parameters(), lr=0.0)
+    assert find_reaches(optimizer) == [Reach.TENSORS]
+    assert optimizer.param_groups[0]["lr"] == 0.0
+
+
+def test_groups_differ():
+    """An option may switch the kind of step; a group that is added later is tried, too."""
+
+    class Either(others.Plain):
+        def find_moves(self, group, chosen):
+            return [p.grad / p.grad.norm() if group["norms"] else p.grad for p in chosen]
+
+    first, second, third = parameters()
+    optimizer = Either([{"params": [first], "norms": False}, {"params": [second], "norms": True}], lr=0.1)
+    assert find_reaches(optimizer) == [Reach.NUMBERS, Reach.TENSORS]
+    optimizer.add_param_group({"params": [third], "norms": True})
+    assert find_reaches(optimizer) == [Reach.NUMBERS, Reach.TENSORS, Reach.TENSORS]
+
+
+def test_wrapped_by_a_schedule_of_rates():
+    """Which counts the steps of the script, not those of a trial."""
+    optimizer = others.LikeLamb(parameters(), lr=0.1)
+    optim.lr_scheduler.LinearLR(optimizer)
+    assert reads_whole_tensors(optimizer)
+    assert not getattr(optimizer, "_opt_called", False)
+    optimizer.step()
+    assert optimizer._opt_called
+
+
+def test_known_ones_are_not_tried():
+    """Neither torch's nor transformers' own."""
+    optimizer = Adafactor(parameters(), lr=None)
+    optimizer.param_groups[0]["of the script"] = object()
+    assert find_reaches(optimizer) == [Reach.TENSORS]
