@@ -74,7 +74,7 @@ class LikeApollo(Plain):
     def __init__(self, params, lr):
         super().__init__(params, lr)
         for group in self.param_groups:
-            for number, p in enumerate(group["params"]):
+            for number, p in enumerate(p for p in group["params"] if p.requires_grad):
                 self.state[p]["seed"] = number + 1
 
     def find_moves(self, group, chosen):
@@ -84,7 +84,7 @@ class LikeApollo(Plain):
         """A gradient by what a few random rows see of it."""
         rows = gradient.reshape(len(gradient), -1)
         generator = torch.Generator().manual_seed(state["seed"])
-        small = torch.randn(3, len(rows), generator=generator) / len(rows) ** 0.5 @ rows
+        small = torch.randn(3, len(rows), generator=generator).to(rows.device) / len(rows) ** 0.5 @ rows
         mean = state.setdefault("small", torch.zeros_like(small)).lerp_(small, 0.5)
         return gradient * mean.norm() / (small.norm() + 1e-6)
 
@@ -98,6 +98,14 @@ class LikeProdigy(Plain):
         way = sum(float(torch.dot(p.grad.flatten(), (start - p).flatten())) for p, start in pairs)
         group["rate"] = max(group.get("rate", 0.01), way)
         return [p.grad.sign() * min(group["rate"], 1.0) for p in chosen]
+
+
+class CountsAmongStates(Plain):
+    """A count of all steps beside the states of parameters, which each step reads."""
+
+    def find_moves(self, group, chosen):
+        self.state["all"] = self.state.get("all", 0) + 1
+        return [p.grad / p.grad.norm() / self.state["all"] for p in chosen]
 
 
 class ByPlace(Plain):

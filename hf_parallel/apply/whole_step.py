@@ -14,6 +14,7 @@ counts. What reads several tensors together, such as Prodigy, steps on all of th
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -25,7 +26,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_parallel.apply.weights import gather_in_own_order, list_parallel_models, order_of
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.data.reach import Reach, find_reaches, read_settings, set_settings, step_without_hooks
+from hf_parallel.axes.data.reach import (
+    Reach,
+    find_reaches,
+    numbers_parameters,
+    read_settings,
+    set_settings,
+    step_without_hooks,
+)
+from hf_parallel.checkpoint.resume import name_kind_of
 from hf_parallel.checkpoint.slices import Part, find_local_part, read_part
 from hf_parallel.ranks.mesh import get_stored, place_as
 
@@ -41,6 +50,8 @@ _PLACES = "_hf_parallel_places"  # where each of its parameters lies: the stored
 @functools.cache
 def step_on_whole_tensors() -> None:
     """From here on optimizers that read whole tensors step on them. A second call changes nothing."""
+    # Each rank would tell that a tensor which is cut along two axes takes two gathers.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     register_optimizer_step_pre_hook(_begin_whole_step)
     register_optimizer_step_post_hook(_end_whole_step)
 
@@ -85,12 +96,12 @@ def _refuse_in_stages(optimizer: Optimizer) -> None:
         state: Any = vars(model).get("_hf_parallel")
         if state is None or state.pipeline is None or mine.isdisjoint(map(id, model.parameters())):
             continue
-        for reach in {Reach.ALL, Reach.RANDOM, Reach.UNKNOWN}.intersection(find_reaches(optimizer)):
-            refuse(
-                f"{type(optimizer).__name__} under pp={state.config.pp_size}",
-                f"what a step reads is {reach.value}, and each stage would go by its own parameters",
-                "AdamW",
-            )
+        reads = [reach.value for reach in find_reaches(optimizer) if reach in (Reach.ALL, Reach.RANDOM, Reach.UNKNOWN)]
+        if numbers_parameters(optimizer):
+            reads.append("the place of a parameter among all")
+        if reads:
+            why = f"what a step reads is {reads[0]}, and each stage would go by its own parameters"
+            refuse(f"{name_kind_of(optimizer)} under pp={state.config.pp_size}", why, "adamw_torch")
 
 
 class WholeStep:

@@ -29,6 +29,7 @@ SCRIPTS = {
     "curvature in bubbles": ("test_kfac_fill.py", "as_its_rule and pp2 and not dp_replicate2 and not gpipe", 1),
     "two pipelines in opposite directions": ("test_chimera.py", "as_one_process and pp2 and not pp2_", 1),
     "noise of gradients": ("test_noise_scale.py", "test_noise_scale and (tp2-4 or dp_shard1-4)", 1),
+    "optimizers": ("test_optimizers.py", "tp2_dp_shard2 and not True", None),
     "new heads": ("test_new_heads.py", "size and dp_shard2_tp2-untied or size and dp_replicate2-own", None),
     "unlike shares": ("test_batch_shares.py", "test_products and llama-pp2_dp_shard2_batch_shares3", 1),
     "unlike shares of data ranks": ("test_batch_shares.py", "as_one_process and dp_shard4_batch_shares1", 1),

@@ -13,7 +13,7 @@ from tests import models
 from tests import optimizers as others
 from tests.distributed import RankFailure, run, run_alone, run_alone_once
 from tests.rows import Rows
-from tests.training import axes, check_numbers, over
+from tests.training import SUMS, axes, check_numbers, over
 
 #: A vocabulary that no number of ranks divides; the epsilons keep rounding of tiny gradients out of quotients.
 SHAPE = {"num_hidden_layers": 1, "vocab_size": 515}
@@ -123,7 +123,8 @@ def test_steps_on_whole_tensors(spec, tied):
     ranks = run(losses, axes(spec)["world"], spec, True, tied)
     for name, theirs in run_alone_once(losses, None, True, tied).items():
         assert abs(theirs[-1] - theirs[0]) > 0.01, name
-        check_numbers([found[name] for found in ranks], theirs)
+        tolerance = 1e-4 if name == "Muon" else SUMS  # its products are in bf16
+        check_numbers([found[name] for found in ranks], theirs, tolerance)
 
 
 def test_ranks_without_a_row_and_optimizers_that_need_all():
@@ -213,7 +214,12 @@ def test_a_step_on_whole_tensors_that_fails(kind):
 
 @pytest.mark.parametrize(
     ("kind", "why"),
-    [(others.LikeProdigy, "several tensors"), (others.Around, "cannot be tried"), (others.Lists, None)],
+    [
+        (others.LikeProdigy, "several tensors"),
+        (others.LikeApollo, "place"),
+        (others.Around, "cannot be tried"),
+        (others.LikeLamb, None),
+    ],
 )
 def test_under_pp_what_reads_several_parameters(kind, why):
     """Each stage would go by its own."""
@@ -229,5 +235,5 @@ def test_under_pp_what_reads_several_parameters(kind, why):
     if why is None:
         run(step, 2)
         return
-    with pytest.raises(RankFailure, match=f"{kind.__name__} under pp=2.*{why}.*AdamW works"):
+    with pytest.raises(RankFailure, match=f"{kind.__name__} under pp=2.*{why}.*adamw_torch works"):
         run(step, 2)

@@ -30,6 +30,7 @@ def parameters(*shapes):
         (others.LikeApollo, Reach.TENSORS),
         (others.BeginsLate, Reach.TENSORS),
         (others.AtRightAngles, Reach.TENSORS),
+        (others.CountsAmongStates, Reach.TENSORS),
         (others.LikeProdigy, Reach.ALL),
         (others.ByPlace, Reach.ALL),
         (others.Draws, Reach.RANDOM),
@@ -67,6 +68,13 @@ def test_groups_differ():
     assert find_reaches(optimizer) == [Reach.NUMBERS, Reach.TENSORS]
     optimizer.add_param_group({"params": [third], "norms": True})
     assert find_reaches(optimizer) == [Reach.NUMBERS, Reach.TENSORS, Reach.TENSORS]
+
+
+def test_frozen_parameters_among_others():
+    """They have no states, of which the trial would take its own."""
+    frozen, *others_own = parameters()
+    frozen.requires_grad_(False)
+    assert find_reaches(others.LikeApollo([frozen, *others_own], lr=0.1)) == [Reach.TENSORS]
 
 
 def test_wrapped_by_a_schedule_of_rates():

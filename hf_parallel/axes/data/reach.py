@@ -51,7 +51,7 @@ _BY_NUMBERS = {f"torch.optim.{kind}" for kind in _KINDS}
 _BY_TENSORS = {"torch.optim._adafactor", "torch.optim._muon", "transformers.optimization"}
 #: Libraries whose optimizers take parts or DTensors in ways of their own, with codes for states.
 _OWN_WAYS = {"bitsandbytes", "torchao"}
-_FOUND = "_hf_parallel_reaches"
+_FOUND, _NUMBERED = "_hf_parallel_reaches", "_hf_parallel_numbered"
 #: Attributes and options that are no counts or settings.
 _NO_SETTINGS = {"params", "state", "param_groups"}
 #: Steps of a trial, and its tensors by number of dimensions: sizes that no block and no vector of a processor divides.
@@ -71,7 +71,12 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 def find_reaches(optimizer: Optimizer) -> list[Reach]:
     """Return how much a step reads, for each group of parameters. Every rank finds the same."""
-    found = vars(optimizer).setdefault(_FOUND, [])
+    own = vars(optimizer)
+    if _FOUND not in own:
+        states = [slots for slots in optimizer.state.values() if isinstance(slots, dict)]
+        numbers = [{n: v for n, v in slots.items() if isinstance(v, (int, float))} for slots in states]
+        own.update({_FOUND: [], _NUMBERED: any(each != numbers[0] for each in numbers)})
+    found: list[Reach] = own[_FOUND]
     for group in optimizer.param_groups[len(found) :]:
         found.append(_find_reach(optimizer, group))
     return found
@@ -82,6 +87,12 @@ def reads_whole_tensors(optimizer: Optimizer) -> bool:
     return not {Reach.TENSORS, Reach.ALL}.isdisjoint(find_reaches(optimizer))
 
 
+def numbers_parameters(optimizer: Optimizer) -> bool:
+    """Did it give its parameters unlike numbers when it was made, as APOLLO gives each a seed by its place?"""
+    find_reaches(optimizer)
+    return vars(optimizer)[_NUMBERED]
+
+
 def _find_reach(optimizer: Optimizer, group: dict[str, Any]) -> Reach:
     module = type(optimizer).step.__module__
     if module in _BY_NUMBERS:
@@ -90,9 +101,10 @@ def _find_reach(optimizer: Optimizer, group: dict[str, Any]) -> Reach:
         return Reach.TENSORS
     if module.partition(".")[0] in _OWN_WAYS:
         return Reach.OWN
-    if not group["params"]:
+    trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+    if not trained:
         return Reach.NUMBERS
-    device = get_stored(group["params"][0]).device
+    group, device = {**group, "params": trained}, get_stored(trained[0]).device
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
         try:
@@ -211,6 +223,7 @@ class _Trial:
             settings["lr"] = max(settings["lr"], _SMALLEST_RATE)
         own["param_groups"] = [{**settings, "params": self.weights}]
         own["state"] = defaultdict(dict, zip(self.weights, self._make_states(optimizer, group), strict=True))
+        own["state"].update({n: copy_setting(v) for n, v in optimizer.state.items() if _is_setting(n, v)})
 
     def _make_states(self, optimizer: Optimizer, group: dict[str, Any]) -> list[dict[str, Any]]:
         """Return what an optimizer has kept of its parameters since it was made, before any step."""
@@ -262,22 +275,28 @@ def step_without_hooks(optimizer: Any) -> None:
 
 
 def read_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return copies of an optimizer's options and counts: of each group, then those of its own."""
+    """Return copies of an optimizer's options and counts: of each group, of its own, then those among its states."""
     return [
         {name: _copy_if_setting(value) for name, value in own.items() if _is_setting(name, value)}
-        for own in (*optimizer.param_groups, vars(optimizer))
+        for own in _list_settings(optimizer)
     ]
 
 
 def set_settings(optimizer: Optimizer, settings: list[dict[str, Any]]) -> None:
     """Set the options and counts that `read_settings` returned, and forget those that there were not."""
-    for own, former in zip((*optimizer.param_groups, vars(optimizer)), settings, strict=True):
+    for own, former in zip(_list_settings(optimizer), settings, strict=True):
         for name in [name for name, value in own.items() if _is_setting(name, value) and name not in former]:
             del own[name]
         own.update({name: _copy_if_setting(value) for name, value in former.items()})
 
 
-def _is_setting(name: str, value: object) -> bool:
+def _list_settings(optimizer: Optimizer) -> list[dict[Any, Any]]:
+    return [*optimizer.param_groups, vars(optimizer), optimizer.state]
+
+
+def _is_setting(name: object, value: object) -> bool:
+    if not isinstance(name, str):  # a parameter, in the states
+        return False
     if name == "step" and callable(value):  # as a schedule of learning rates has wrapped it
         return False
     bound = isinstance(value, types.MethodType)
