@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -93,6 +94,27 @@ def gather_in_own_order(tensor: DTensor, order: StoredOrder | None) -> torch.Ten
     detached: Any = tensor.detach()
     whole = detached.full_tensor()
     return whole if order is None else order.to_own(whole)
+
+
+@torch.no_grad()
+def gather_alike(tensors: list[DTensor], order: StoredOrder | None) -> list[torch.Tensor]:
+    """Return whole tensors in the model's own order, of some that are cut alike: one gather per dtype. Collective."""
+    mesh, wholes = tensors[0].device_mesh, dict[int, torch.Tensor]()
+    placements = [_after_another_dim(placement) for placement in tensors[0].placements]
+    for dtype in {tensor.dtype: None for tensor in tensors}:
+        chosen = [number for number, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        own = torch.stack([get_stored(tensors[number]) for number in chosen])
+        shape = torch.Size((len(chosen), *tensors[0].shape))
+        stride = torch.empty(shape, device="meta").stride()
+        found = DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride).full_tensor()
+        wholes |= zip(chosen, found, strict=True)
+    return [wholes[n] if order is None else order.to_own(wholes[n]) for n in range(len(tensors))]
+
+
+def _after_another_dim(placement: Any) -> Any:
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(placement.dim + 1, split_factor=placement.split_factor)
+    return Shard(placement.dim + 1) if placement.is_shard() else placement
 
 
 @torch.no_grad()

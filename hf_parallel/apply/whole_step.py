@@ -16,15 +16,14 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_parallel.apply.weights import gather_in_own_order, list_parallel_models, order_of
+from hf_parallel.apply.weights import gather_alike, list_parallel_models, order_of
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.data.reach import (
     Reach,
@@ -105,7 +104,7 @@ def _refuse_in_stages(optimizer: Optimizer) -> None:
 
 
 class WholeStep:
-    """One step of an optimizer on whole tensors: of some groups `one_by_one`, of others all `together`."""
+    """A step of an optimizer on whole tensors: of some groups `one_by_one`, of others all `together`."""
 
     def __init__(self, optimizer: Optimizer, one_by_one: list[dict[str, Any]], together: list[dict[str, Any]]) -> None:
         self._optimizer, self._groups = optimizer, [*one_by_one, *together]
@@ -116,7 +115,9 @@ class WholeStep:
     def begin(self) -> WholeStep:
         """Step on all parameters that ranks hold parts of, but for those on which the script's call steps."""
         optimizer, settings = self._optimizer, read_settings(self._optimizer)
-        cut = [sorted(filter(_is_cut, group["params"]), key=torch.Tensor.numel) for group in self._groups]
+        cut = [[p for p in group["params"] if isinstance(p, DTensor) and p.grad is not None] for group in self._groups]
+        for parameters in cut:
+            parameters.sort(key=torch.Tensor.numel)
         try:
             for group in optimizer.param_groups:
                 group["params"] = []
@@ -157,7 +158,7 @@ class WholeStep:
             if any(group is own for own in self._groups):  # others may have parts of their own just now
                 group["params"] = parameters
 
-    def _gather(self, parameter: DTensor) -> nn.Parameter:
+    def _gather(self, parameter: DTensor) -> torch.Tensor:
         """Return the whole of a parameter, with its gradient; the optimizer has its states. Collective."""
         optimizer, own, device = self._optimizer, get_stored(parameter), parameter.device_mesh.device_type
         if own.device.type != device:
@@ -171,14 +172,14 @@ class WholeStep:
             places[parameter] = order, find_local_part(parameter, order)
         order, part = places[parameter]
         gradient: Any = parameter.grad
-        tensor = nn.Parameter(gather_in_own_order(parameter, order), parameter.requires_grad)
-        tensor.grad = gather_in_own_order(gradient.redistribute(placements=parameter.placements), order)
         slots = optimizer.state.pop(parameter, None)
+        cut = {name: value for name, value in (slots or {}).items() if isinstance(value, DTensor)}
+        parts = [parameter, gradient.redistribute(placements=parameter.placements), *cut.values()]
+        tensor, tensor.grad, *states = gather_alike(parts, order)
+        tensor.requires_grad_(parameter.requires_grad)
         self._wholes.append(_Whole(parameter, tensor, slots, part))
         if slots is not None:
-            optimizer.state[tensor] = {
-                k: gather_in_own_order(v, order) if isinstance(v, DTensor) else v for k, v in slots.items()
-            }
+            optimizer.state[tensor] = {**slots, **dict(zip(cut, states, strict=True))}
         return tensor
 
     def _keep_parts(self) -> None:
@@ -201,10 +202,6 @@ class _Whole:
     """The whole of a parameter, for one step."""
 
     parameter: DTensor
-    tensor: nn.Parameter
+    tensor: torch.Tensor
     slots: dict[str, Any] | None  # the parameter's states before the step
     part: Part  # of which this rank keeps the values
-
-
-def _is_cut(parameter: torch.Tensor) -> TypeGuard[DTensor]:
-    return isinstance(parameter, DTensor) and parameter.grad is not None

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class InPlace:
-    """How to undo the patches in place. A layout for the whole process does so: its own are the same and more."""
+    """The patches in place can be undone. A layout for the whole process does so: its own are the same and more."""
 
     undo_list: list[Undo] = field(default_factory=list)
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -102,8 +101,9 @@ class OnLocalParts:
         reaches = self.reaches or [Reach.NUMBERS] * len(groups)
         self.former = {n: groups[n]["params"] for n, reach in enumerate(reaches) if reach is Reach.NUMBERS}
         for parameter in (p for p in itertools.chain(*self.former.values()) if isinstance(p, DTensor)):
-            part: torch.Tensor = nn.Parameter(parameter._local_tensor, parameter.requires_grad)
-            gradient = parameter.grad
+            # No nn.Parameter: what looks for parameters before a step, and comes after this, passes it over.
+            part, gradient = parameter._local_tensor.detach(), parameter.grad
+            part.requires_grad_(parameter.requires_grad)
             if gradient is not None:
                 assert isinstance(gradient, DTensor)
                 if gradient._local_tensor.shape != part.shape:  # of a model that transformers has split

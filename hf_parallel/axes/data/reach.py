@@ -1,4 +1,4 @@
-"""How much one step of an optimizer reads: each number by itself, one tensor at a time, or several tensors together.
+"""Find how much one step of an optimizer reads: each number by itself, one tensor at a time, or several together.
 
 What ranks may do with the parts that they store follows from it. Of torch's own optimizers it is known; every other
 is tried once on small tensors, with its own settings, before its first step:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Reach(enum.Enum):
-    """What one step reads to change one number."""
+    """The numbers that a step reads to change one."""
 
     NUMBERS = "each number by itself"
     TENSORS = "one tensor at a time"
