@@ -7,7 +7,7 @@ foreach is the default on CUDA, and others' kernels take no DTensor at all. What
     group["params"]   DTensors -> their local parts, with the local parts of their gradients     -> DTensors again
     state             moved to the parts, its DTensors likewise                                  -> moved back
 
-What reads several tensors together keeps its DTensors, and is asked to step one by one.
+What reads several tensors together, or draws random numbers, keeps its DTensors, and is asked to step one by one.
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ def _begin_local_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[
     kind, reaches = type(optimizer).__name__, find_reaches(optimizer)
     if kind == "LBFGS":
         refuse(kind, "it needs whole tensors, of which ranks hold parts", "AdamW")
-    if Reach.RANDOM in reaches:
-        refuse(kind, "its step draws random numbers, of which each rank would draw its own", "AdamW")
     held = vars(optimizer)[_HELD] = OnLocalParts(optimizer, states_too=True, reaches=reaches)
     held.begin()
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
