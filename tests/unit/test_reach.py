@@ -49,11 +49,13 @@ def test_what_is_found(kind, reach):
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_a_rate_of_zero():
-    """A warm-up begins there; nothing would move."""
-    optimizer = others.LikeLamb(parameters(), lr=0.0)
+@pytest.mark.parametrize("rate", [0.0, 1e4])
+def test_rates_at_which_nothing_would_move_or_all_would_diverge(rate):
+    """A warm-up begins at zero."""
+    optimizer = others.LikeLamb(parameters(), lr=rate)
     assert find_reaches(optimizer) == [Reach.TENSORS]
-    assert optimizer.param_groups[0]["lr"] == 0.0
+    assert find_reaches(others.Plain(parameters(), lr=rate)) == [Reach.NUMBERS]
+    assert optimizer.param_groups[0]["lr"] == rate
 
 
 def test_groups_differ():

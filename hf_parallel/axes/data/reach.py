@@ -57,7 +57,7 @@ _NO_SETTINGS = {"params", "state", "param_groups"}
 #: Steps of a trial, and its tensors by number of dimensions: sizes that no block and no vector of a processor divides.
 _STEPS = 30
 _SHAPES = {1: (263,), 2: (137, 131), 3: (3, 133, 129), 4: (31, 17, 3, 5)}
-_SMALLEST_RATE = 1e-3  # so that a warm-up's first rate, zero, moves something
+_RATES = 1e-3, 0.1  # the least and the most: a warm-up's first rate, zero, would move nothing, and large ones diverge
 #: Of how far the weights move; parts differ by rounding alone, about 1e-6, norms of parts by much more than this.
 _TOLERANCE = 1e-4
 
@@ -219,8 +219,11 @@ class _Trial:
             elif _is_setting(name, value):
                 own[name] = copy_setting(value)
         settings = {name: copy_setting(value) for name, value in group.items() if name != "params"}
-        if isinstance(settings.get("lr"), float):
-            settings["lr"] = max(settings["lr"], _SMALLEST_RATE)
+        rate = settings.get("lr")
+        if torch.is_tensor(rate):
+            rate.clamp_(*_RATES)
+        elif isinstance(rate, (int, float)):
+            settings["lr"] = min(max(rate, _RATES[0]), _RATES[1])
         own["param_groups"] = [{**settings, "params": self.weights}]
         own["state"] = defaultdict(dict, zip(self.weights, self._make_states(optimizer, group), strict=True))
         own["state"].update({n: copy_setting(v) for n, v in optimizer.state.items() if _is_setting(n, v)})
