@@ -53,7 +53,7 @@ _BY_TENSORS = {"torch.optim._adafactor", "torch.optim._muon", "transformers.opti
 _OWN_WAYS = {"bitsandbytes", "torchao"}
 _FOUND, _NUMBERED = "_hf_parallel_reaches", "_hf_parallel_numbered"
 #: Attributes and options that are no counts or settings.
-_NO_SETTINGS = {"params", "state", "param_groups"}
+_NO_SETTINGS = {"params", "param_names", "state", "param_groups"}
 #: Steps of a trial, and its tensors by number of dimensions: sizes that no block and no vector of a processor divides.
 _STEPS = 30
 _SHAPES = {1: (263,), 2: (137, 131), 3: (3, 133, 129), 4: (31, 17, 3, 5)}
