@@ -214,7 +214,7 @@ def evaluate_real_rows(
         dist.all_reduce(loss, group=runtime.mesh().data_group)
         loss = loss / runtime.mesh().data_size
         cut = getattr(dealt.active_dataloader, "remainder_by_length", dealt.remainder)
-        if dealt.end_of_dataloader and cut != dealt.remainder and not gathers_all:
+        if dealt.end_of_dataloader and cut not in (-1, dealt.remainder) and not gathers_all:  # -1: of unknown length
             self.gather_function = functools.partial(_gather_losses, self, self.gather_function, cut)
     if step.real_rows is not None:
         # Full again where `gather_for_metrics` drops the repeats.
@@ -234,7 +234,7 @@ def _gather_losses(trainer: Trainer, gather_rows: Callable, cut: int, losses: to
     """
     trainer.gather_function = gather_rows
     gathered = trainer.accelerator.gather(losses)
-    return gathered[:cut] if cut > 0 else gathered
+    return gathered[:cut] if cut else gathered
 
 
 def _select_real_examples(trainer: Trainer, batch: rows.Batch, real: int, count: int, blocks: int) -> rows.Batch:
