@@ -86,13 +86,8 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    return gather_in_own_order(tensor, order_of(tensor))
-
-
-def gather_in_own_order(tensor: DTensor, order: StoredOrder | None) -> torch.Tensor:
-    """Return a whole tensor in the model's own order, given the order in which its rows are stored. Collective."""
     detached: Any = tensor.detach()
-    whole = detached.full_tensor()
+    order, whole = order_of(tensor), detached.full_tensor()
     return whole if order is None else order.to_own(whole)
 
 

@@ -136,6 +136,10 @@ class WholeStep:
                 group["params"] = [p for p in whole_or_plain if not isinstance(p, DTensor)]
         except BaseException:
             self.take_back()
+            for group, parameters in zip(
+                optimizer.param_groups, self._former, strict=True
+            ):  # others' lists were empty
+                group["params"] = parameters
             raise
         return self
 
