@@ -9,7 +9,7 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -126,7 +126,7 @@ class Slow:
 
 
 class Stragglers:
-    """Looks at each gathering; speaks when two in a row show the same, once until it is over.
+    """Looks at each gathering; of what two in a row show, it names the slowest rank, once until it is over.
 
     Args:
         stages: the pipeline rank of each rank.
@@ -134,12 +134,12 @@ class Stragglers:
 
     def __init__(self, stages: Sequence[int]) -> None:
         self.stages = stages
-        self._before: tuple[int, str] | None = None
+        self._before: Container[tuple[int, str]] = ()
         self._said: tuple[int, str] | None = None
 
     def look(self, rows: list[RankRow]) -> Slow | None:
         """The rank to name now; the same on all ranks."""
-        clear = []
+        clear: dict[tuple[int, str], Slow] = {}
         for rank, row in enumerate(rows if len(rows) > 1 else ()):
             for kind in _KINDS:
                 usual, alone = self._find_usual(rows, rank, kind)
@@ -150,16 +150,12 @@ class Stragglers:
                     each = [replace(row, compute=row.compute / row.rows if row.rows else 0.0) for row in rows]
                     is_slow = each[rank].compute >= (1 + SHARE) * self._find_usual(each, rank, kind)[0]
                 if is_slow:
-                    clear.append(Slow(rank, kind, own, usual, row.step))
-        found = max(clear, key=lambda slow: slow.own - slow.usual, default=None)
-        now = None if found is None else (found.rank, found.kind)
-        again, self._before = now is not None and now == self._before, now
-        if now is None:
-            self._said = None
-        if not again or now == self._said:
-            return None
-        self._said = now
-        return found
+                    clear[rank, kind] = Slow(rank, kind, own, usual, row.step)
+        again = [slow for key, slow in clear.items() if key in self._before]
+        self._before = clear
+        found = max(again, key=lambda slow: slow.own - slow.usual, default=None)
+        said, self._said = self._said, None if found is None else (found.rank, found.kind)
+        return None if self._said == said else found
 
     def _find_usual(self, rows: list[RankRow], rank: int, kind: str) -> tuple[float, bool]:
         """The median of those it is compared with, and is there nobody who does the same?"""

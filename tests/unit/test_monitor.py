@@ -275,6 +275,12 @@ def test_a_slow_rank_is_named_once_when_two_looks_agree():
     assert [looks.look(slowed(1, data=0.4)) is not None for _ in range(3)] == [False, True, False]
 
 
+def test_a_rank_that_is_late_once_hides_no_slow_one():
+    looks, slow = Stragglers([0, 0, 0, 0]), slowed(2, compute=0.6)
+    once = [*slow[:3], slowed(3, rest=2.0)[3]]
+    assert [named and named.rank for named in map(looks.look, (slow, once, slow, once))] == [None, 2, None, None]
+
+
 @pytest.mark.parametrize(
     ("rows", "stages"),
     [
