@@ -94,7 +94,7 @@ def pytest_collection_modifyitems(config, items):
         raise pytest.UsageError(f"rows {sorted(unknown)} are not in TABLES of tests/support_matrix.py")
     for item in items:
         if item.get_closest_marker("clock"):
-            item.add_marker(pytest.mark.flaky(reruns=1))
+            item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=2))
     _choose(config, items)
     if config.getoption("dist", "no") == "loadfile" or hasattr(config, "workerinput"):
         _put_long_files_first(items)
