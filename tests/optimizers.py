@@ -89,6 +89,15 @@ class LikeApollo(Plain):
         return gradient * mean.norm() / (small.norm() + 1e-6)
 
 
+class LikeGalore(Plain):
+    """An object for each parameter, as GaLore has a projector."""
+
+    def find_moves(self, group, chosen):
+        for p in chosen:
+            self.state[p].setdefault("projector", object())
+        return super().find_moves(group, chosen)
+
+
 class LikeProdigy(Plain):
     """A rate of all parameters together, by how far they are from where they began."""
 

@@ -12,7 +12,13 @@ from hf_parallel.checkpoint.folder import (
 )
 from hf_parallel.checkpoint.hub_format import list_names_in_order
 from hf_parallel.checkpoint.manifest import find_damages, has_manifest
-from hf_parallel.checkpoint.resume import has_optimizer, load_optimizer_state, save_optimizer_state, write_refusal
+from hf_parallel.checkpoint.resume import (
+    has_optimizer,
+    load_optimizer_state,
+    refuse_unsavable_states,
+    save_optimizer_state,
+    write_refusal,
+)
 from hf_parallel.checkpoint.saving import (
     CheckpointError,
     DamagedCheckpoint,
@@ -52,6 +58,7 @@ __all__ = [
     "make_parameter_groups",
     "list_local_parameters",
     "put_back_former",
+    "refuse_unsavable_states",
     "remove",
     "save_optimizer_state",
     "save_pretrained_model",

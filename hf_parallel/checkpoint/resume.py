@@ -102,6 +102,16 @@ def read_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerS
     return state
 
 
+def refuse_unsavable_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what the steps so far have left in an optimizer of another package, if no checkpoint can hold it.
+
+    Raises:
+        NotImplementedError: such as an object, or a tensor of another shape than the parameter's.
+    """
+    if type(optimizer).__module__.partition(".")[0] not in ("torch", "transformers", "bitsandbytes", "torchao"):
+        read_state(model, optimizer)
+
+
 def name_kind_of(optimizer: torch.optim.Optimizer) -> str:
     """Return the optimizer's class and library: an AdamW that is not torch's has other states."""
     library = type(optimizer).__module__.partition(".")[0]

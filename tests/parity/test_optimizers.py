@@ -13,7 +13,7 @@ from tests import models
 from tests import optimizers as others
 from tests.distributed import RankFailure, run, run_alone, run_alone_once
 from tests.rows import Rows
-from tests.training import SUMS, axes, check_numbers, over
+from tests.training import SUMS, activate, axes, check_numbers, over, trainer_of
 
 #: A vocabulary that no number of ranks divides; the epsilons keep rounding of tiny gradients out of quotients.
 SHAPE = {"num_hidden_layers": 1, "vocab_size": 515}
@@ -244,3 +244,26 @@ def test_under_pp_what_reads_several_parameters(kind, why):
         return
     with pytest.raises(RankFailure, match=f"{kind.__name__} under pp=2.*{why}.*adamw_torch works"):
         run(step, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [({"save_steps": 3}, True), ({"save_steps": 3, "save_only_model": True}, False), ({"save_strategy": "no"}, False)],
+)
+def test_states_that_no_checkpoint_holds_are_refused_before_the_first_is_due(tmp_path, settings, refused):
+    def train():
+        activate("dp_shard=2")
+        model = models.build("llama", **SHAPE)
+        made = others.LikeGalore(model.parameters(), lr=0.01), None
+        changes = {"save_strategy": "steps", "max_steps": 3, **settings}
+        trainer, _ = trainer_of(model, str(tmp_path), 2, changes, train_dataset=Rows(24, 11), optimizers=made)
+        try:
+            trainer.train()
+        except NotImplementedError as error:
+            return trainer.state.global_step, str(error)
+        return trainer.state.global_step, None
+
+    for steps, said in run(train, 2):
+        assert steps == (1 if refused else 3)
+        assert (said is None) != refused
+        assert said is None or "keeps projector as object" in said and "save_only_model=True" in said

@@ -77,6 +77,7 @@ class TrainerRecord:
         told_unknown: has it been said that the script's loss is taken for a mean over rows?
         told_unreached: has it been said that steps of `profile_steps` come after the end?
         told_to_differ: metrics and wishes of callbacks of which it has been said that ranks differ.
+        looked_at_states: is it known that checkpoints can hold the optimizer's states?
         drawn_steps: those of `profile_steps` whose timeline is drawn.
         profile: of the step in progress, if it is one of them.
         upcoming: rows of the generation batch after this one, whose completions are drawn ahead (GRPO).
@@ -97,6 +98,7 @@ class TrainerRecord:
     told_unknown: bool = False
     told_unreached: bool = False
     told_to_differ: set[str] = field(default_factory=set)
+    looked_at_states: bool = False
     drawn_steps: set[int] = field(default_factory=set)
     profile: Profile | None = None
     upcoming: list[dict[str, object]] | None = None
@@ -262,6 +264,20 @@ def wait_for_save(trainer: Trainer) -> None:
         if unfinished.announce:  # by the event, not by `on_save`, which would take back a save that is due now
             call = trainer.callback_handler.call_event
             trainer.control = call("on_save", trainer.args, trainer.state, trainer.control)
+
+
+def refuse_unsavable_states(trainer: Trainer) -> None:
+    """Look at the optimizer's states after its first step, rather than when the first checkpoint is due.
+
+    Raises:
+        NotImplementedError: the script saves them, and no checkpoint can hold them.
+    """
+    record, optimizer, args = record_of(trainer), get_inner_optimizer(trainer.optimizer), trainer.args
+    if record.looked_at_states or not optimizer.state:  # the first steps of fp16 may be skipped
+        return
+    record.looked_at_states = True
+    if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no" and not args.save_only_model:
+        folders.refuse_unsavable_states(trainer.model, optimizer)
 
 
 def _write_checkpoint(trainer: Trainer, saving: folders.Checkpoint, run: str) -> None:
