@@ -17,7 +17,7 @@ class Layout:
 
     Attributes:
         waits: of the host, in a step of the slowest rank, more than one process has. `why` says what for.
-        adam: AdamW instead of SGD with momentum.
+        optimizer: one of `KINDS` in steps.py.
         small: activation offload takes tensors of so many bytes, as those of tiny models are.
         padded: the batch has a padding mask with zeros.
         packed: each row is a pack of two documents.
@@ -32,7 +32,7 @@ class Layout:
     autocast: bool = False
     scaler: bool = False
     lora: bool = False
-    adam: bool = False
+    optimizer: str = "sgd"
     accumulate: int = 1
     evaluate: bool = False
     small: int | None = None
@@ -51,6 +51,7 @@ class Layout:
         marks = [self.model] if self.model != "llama" else []
         named = ("autocast", "scaler", "lora", "evaluate", "padded", "packed", "resized")
         marks += [name for name in named if getattr(self, name)]
+        marks += [self.optimizer] if self.optimizer not in ("sgd", "adamw") else []
         marks += ["bf16"] if self.dtype == "bfloat16" else []
         marks += [f"{self.accumulate}steps"] if self.accumulate > 1 else []
         return "-".join([self.spec.replace(":FOLDER", "").replace("=", "").replace(",", "_"), *marks])
@@ -103,14 +104,20 @@ COMPRESSED = [
     Layout("dp_shard=4,hierarchical_shard=2"),
     Layout("dp_shard=4,hierarchical_shard=2,quantize_weights=int8,quantize_gradients=int8"),
 ]
+OPTIMIZERS = [
+    Layout("dp_shard=2", optimizer="adafactor"),
+    Layout("tp=2,dp_shard=2", 1, _UNEVEN, optimizer="adafactor"),
+    Layout("dp_shard=2", optimizer="lists"),
+    Layout("dp_shard=2", optimizer="norms"),
+]
 OFFLOAD = [
-    Layout("dp_shard=2,offload=cpu", 23, _HOST_GRADIENTS, adam=True),
-    Layout("dp_shard=2,offload=optimizer", 1, _CHUNKS, adam=True),
-    Layout("dp_shard=2,offload=nvme:FOLDER", 1, _CHUNKS, adam=True),
-    Layout("dp_shard=2,offload=nvme_all:FOLDER", 26, _HOST_GRADIENTS, adam=True),
-    Layout("tp=2,offload=optimizer", 2, _CHUNKS, adam=True),
-    Layout("dp_shard=4,activation_checkpointing=full@2:3,offload=optimizer@1", 1, _CHUNKS, adam=True),
-    Layout("pp=2,dp_shard=2,activation_checkpointing=full@0:1,offload=optimizer@3", 1, _CHUNKS, adam=True),
+    Layout("dp_shard=2,offload=cpu", 23, _HOST_GRADIENTS, optimizer="adamw"),
+    Layout("dp_shard=2,offload=optimizer", 1, _CHUNKS, optimizer="adamw"),
+    Layout("dp_shard=2,offload=nvme:FOLDER", 1, _CHUNKS, optimizer="adamw"),
+    Layout("dp_shard=2,offload=nvme_all:FOLDER", 26, _HOST_GRADIENTS, optimizer="adamw"),
+    Layout("tp=2,offload=optimizer", 2, _CHUNKS, optimizer="adamw"),
+    Layout("dp_shard=4,activation_checkpointing=full@2:3,offload=optimizer@1", 1, _CHUNKS, optimizer="adamw"),
+    Layout("pp=2,dp_shard=2,activation_checkpointing=full@0:1,offload=optimizer@3", 1, _CHUNKS, optimizer="adamw"),
     Layout("tp=2,activation_offload=true", 1, _UNEVEN, small=64),
     Layout("dp_shard=2,activation_offload=true", small=64),
     Layout("dp_shard=2,activation_offload=true,activation_checkpointing=full", small=64),
@@ -200,6 +207,6 @@ PRECISION = [
 GROUPS = {
     **{"data": DATA, "compressed": COMPRESSED, "offload": OFFLOAD, "tensor": TENSOR, "recomputed": RECOMPUTED},
     **{"pipeline": PIPELINE, "context": CONTEXT, "experts": EXPERTS, "adapters": ADAPTERS, "precision": PRECISION},
-    "compiled": COMPILED,
+    **{"compiled": COMPILED, "optimizers": OPTIMIZERS},
 }
 ALL = {layout.name: layout for group in GROUPS.values() for layout in group}

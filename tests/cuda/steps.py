@@ -14,11 +14,20 @@ from transformers import AutoModelForCausalLM
 
 import hf_parallel
 from hf_parallel.axes import activation_offload
-from tests import models
+from tests import models, optimizers
 from tests.cuda.layouts import Layout
 
 STEPS = 5  # what ranks compare in the first four, and then ever more rarely, is over
 ROWS, LENGTH = 8, 33
+
+#: Adafactor and "norms" step on whole tensors, "lists" on parts, as its trial finds.
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.05}),
+    "lists": (optimizers.LikeCopies, {"lr": 0.05}),
+    "norms": (optimizers.LikeLamb, {"lr": 0.05}),
+}
 
 
 @dataclass
@@ -53,7 +62,15 @@ class Run(Counted):
 
 def reference_key(layout: Layout) -> tuple:
     """What layouts have in common that are compared with the same run of one process."""
-    key = (layout.model, layout.dtype, layout.autocast, layout.scaler, layout.lora, layout.adam, layout.accumulate)
+    key = (
+        layout.model,
+        layout.dtype,
+        layout.autocast,
+        layout.scaler,
+        layout.lora,
+        layout.optimizer,
+        layout.accumulate,
+    )
     return (*key, layout.padded, layout.packed, layout.resized, layout.evaluate, _layers(layout))
 
 
@@ -77,9 +94,8 @@ def train(layout: Layout, spec: str | None, kind: str = "cuda", counter: Counter
         activation_offload.SMALL = layout.small
     model, share, shares, group = _built(layout, spec, device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizers = torch.optim.AdamW if layout.adam else torch.optim.SGD
-    settings = {"lr": 1e-2} if layout.adam else {"lr": 0.1, "momentum": 0.9, "foreach": True}
-    optimizer = optimizers(trained, **settings)
+    kind, settings = KINDS[layout.optimizer]
+    optimizer = kind(trained, **settings)
     scaler = torch.amp.GradScaler(kind, init_scale=2.0**10, enabled=layout.scaler)
     losses = []
     for step in range(STEPS):

@@ -77,3 +77,8 @@ def test_adapters(worker, name, spec):
 @of(layouts.PRECISION)
 def test_precision(worker, name, spec):
     check(worker, name)
+
+
+@of(layouts.OPTIMIZERS)
+def test_optimizers(worker, name, spec):
+    check(worker, name)
