@@ -122,7 +122,7 @@ def reduce_to_whole_number(tensor: Any) -> torch.Tensor:
     groups = states[0].mesh.groups if states else None
     if groups is None or all(placement.is_replicate() for placement in tensor.placements):
         return tensor.detach().full_tensor()
-    own = get_stored(tensor.detach())
+    own = get_stored(tensor).detach()  # in this order: torch 2.15 reduces a norm that is detached
     exact = torch.int64 if own.dtype in _EXACT else torch.promote_types(own.dtype, torch.float64)
     number = own.sum().to("cpu", exact)  # zero where another rank stores it
     for axis, placement in reversed(list(enumerate(tensor.placements))):
