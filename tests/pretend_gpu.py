@@ -152,6 +152,9 @@ def _tensor(original: Any, data: Any, *args: Any, device: Any = None, **kwargs: 
 def _registered() -> torch.device:
     from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
+    stream: Any = torch.cpu.Stream()
+    stream.stream_id, stream.device_index, stream.device_type = 0, 0, 20  # which torch 2.15 tells an operation
+
     class Module(_DummyBackendModule):
         """What torch asks of the device's module."""
 
@@ -165,6 +168,9 @@ def _registered() -> torch.device:
 
         def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
             pass
+
+        def current_stream(self, device: Any = None) -> Any:
+            return stream
 
         def __getattr__(self, name: str) -> Any:
             return getattr(torch.cpu, name)  # streams that do nothing
