@@ -109,7 +109,7 @@ SENTENCES = {
         "a killed, stopped or restarted run loses nothing that was saved": "reliability/test_killed_saves.py::test_killed",
         "nodes may be lost and join": "reliability/test_elastic.py::test_as_undisturbed",
         "All ranks write in parallel.": "unit/test_writers.py::test_all_ranks_write_about_as_much",
-        "others are refused at the first save": "reliability/test_refusals.py::test_an_optimizer_with_another_kind_of_state_is_refused_by_name",
+        "others are refused after Trainer's first step": "parity/test_optimizers.py::test_states_that_no_checkpoint_holds_are_refused_before_the_first_is_due",
         "offloading](docs/zero.md#offloading) refuses some more": "parity/test_offload.py::test_an_optimizer_that_reads_rows_is_refused",
         "It reads the config alone, starts no processes": "unit/test_doctor.py::test_the_model_is_not_changed",
         "says what would fit if nothing does": "planner/test_search.py::test_nothing_fits",
