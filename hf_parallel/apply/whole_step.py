@@ -136,9 +136,8 @@ class WholeStep:
                 group["params"] = [p for p in whole_or_plain if not isinstance(p, DTensor)]
         except BaseException:
             self.take_back()
-            for group, parameters in zip(
-                optimizer.param_groups, self._former, strict=True
-            ):  # others' lists were empty
+            # Lists of groups that step in another way were empty.
+            for group, parameters in zip(optimizer.param_groups, self._former, strict=True):
                 group["params"] = parameters
             raise
         return self
@@ -166,9 +165,8 @@ class WholeStep:
         """Return the whole of a parameter, with its gradient; the optimizer has its states. Collective."""
         optimizer, own, device = self._optimizer, get_stored(parameter), parameter.device_mesh.device_type
         if own.device.type != device:
-            why = (
-                f"{type(optimizer).__name__} needs whole tensors, which ranks gather on {device}, not on {own.device}"
-            )
+            kind = type(optimizer).__name__
+            why = f"{kind} needs whole tensors, which ranks gather on {device}, not on {own.device}"
             refuse("offload=cpu", why, "AdamW")
         places = vars(optimizer)[_PLACES]
         if parameter not in places:
