@@ -163,3 +163,26 @@ class Around(Plain):
 
     def step(self, closure=None):
         return self.base.step(closure)
+
+
+class NormalisedSGD(optim.SGD):
+    """Gradients of unit norm, by the step of torch's SGD."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.grad.div_(p.grad.norm() + 1e-3)
+        super().step(closure)
+
+
+class SignedSGD(optim.SGD):
+    """Signs of gradients, by the step of torch's SGD, and smaller weights after it."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        chosen = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for p in chosen:
+            p.grad.sign_()
+        super().step(closure)
+        for p in chosen:
+            p.mul_(0.9)

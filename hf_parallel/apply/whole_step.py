@@ -28,6 +28,7 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.data.reach import (
     Reach,
     find_reaches,
+    is_within_step,
     numbers_parameters,
     read_settings,
     set_settings,
@@ -57,6 +58,8 @@ def step_on_whole_tensors() -> None:
 
 @torch.no_grad()
 def _begin_whole_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    if is_within_step(optimizer):
+        return None
     failed = vars(optimizer).pop(_HELD, None)
     if failed is not None:
         failed.take_back()
@@ -83,6 +86,8 @@ def _begin_whole_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[
 
 @torch.no_grad()
 def _end_whole_step(optimizer: Optimizer, *_: object) -> None:
+    if is_within_step(optimizer):
+        return
     held = vars(optimizer).pop(_HELD, None)
     if held is not None:
         held.end()

@@ -28,6 +28,7 @@ from hf_parallel.apply.parallelize import ParallelState, clip_together, state_of
 from hf_parallel.apply.weights import full_tensor, list_parallel_models, reduce_to_whole_number, store
 from hf_parallel.ask.session import of_process, of_session
 from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.data.reach import is_within_step
 from hf_parallel.axes.pipeline.stage_runner import pipelines_of
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, replace
@@ -213,7 +214,7 @@ def watch_optimizers() -> None:
 
 def _refuse_optimizer_of_plain_model(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     """Look at what an optimizer is about to train, once; at what is in no parallel model again, ever more rarely."""
-    if not _trains_together():
+    if not _trains_together() or is_within_step(optimizer):
         return
     if pipelines_of(runtime.mesh()).session is not None:
         what, size = f"{type(optimizer).__name__}.step() in the script's loss", runtime.mesh().size("pp")

@@ -9,6 +9,7 @@ from torch import nn, optim
 from torch.distributed.tensor import DTensor
 from transformers import Adafactor
 
+from hf_parallel.axes.data.reach import find_reaches
 from tests import models
 from tests import optimizers as others
 from tests.distributed import RankFailure, run, run_alone, run_alone_once
@@ -244,6 +245,39 @@ def test_under_pp_what_reads_several_parameters(kind, why):
         return
     with pytest.raises(RankFailure, match=f"{kind.__name__} under pp=2.*{why}.*adamw_torch works"):
         run(step, 2)
+
+
+@over("library", "dp_shard=2", "tp=2,dp_shard=2")
+@pytest.mark.parametrize("hooked", [False, True])
+def test_steps_that_call_the_step_of_torch(spec, hooked):
+    """Whose hooks torch calls, too, once the process has made an optimizer of that class."""
+
+    def train(spec):
+        import hf_parallel
+
+        if hooked:
+            optim.SGD([torch.zeros(1, requires_grad=True)])
+        found = {}
+        for kind in (others.NormalisedSGD, others.SignedSGD):
+            model = models.build("llama", **SHAPE)
+            if spec is not None:
+                hf_parallel.parallelize(model, spec)
+            optimizer = kind(model.parameters(), lr=0.01, momentum=0.5)
+            for step in range(STEPS):
+                loss = model(
+                    **Rows(STEPS * BATCH, 11, even=True, length=33)[slice(step * BATCH, (step + 1) * BATCH)]
+                ).loss
+                loss.backward()
+                found.setdefault(kind.__name__, []).append(loss.item())
+                optimizer.step()
+                optimizer.zero_grad()
+            found[kind.__name__].append([reach.name for reach in find_reaches(optimizer)] if spec else [])
+        return found
+
+    expected, ranks = run_alone(train, None), run(train, axes(spec)["world"], spec)
+    for kind, reach in (("NormalisedSGD", "TENSORS"), ("SignedSGD", "NUMBERS")):
+        assert [ours[kind].pop() for ours in ranks] == [[reach]] * len(ranks)
+        check_numbers([ours[kind] for ours in ranks], expected[kind][:-1])
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.data.reach import Reach, find_reaches
+from hf_parallel.axes.data.reach import Reach, find_reaches, is_within_step
 from hf_parallel.ranks.mesh import place_as
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ def step_on_local_parts() -> None:
 
 
 def _begin_local_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    if is_within_step(optimizer):
+        return None
     _end_local_step(optimizer)  # of a step that has failed
     if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
         return None
@@ -65,6 +67,8 @@ def _begin_local_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[
 
 
 def _end_local_step(optimizer: Optimizer, *_: object) -> None:
+    if is_within_step(optimizer):
+        return
     held = optimizer.__dict__.pop(_HELD, None)
     if held is not None:
         held.end()

@@ -18,6 +18,7 @@ import collections
 import contextlib
 import copy
 import enum
+import sys
 import types
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ _BY_NUMBERS = {f"torch.optim.{kind}" for kind in _KINDS}
 _BY_TENSORS = {"torch.optim._adafactor", "torch.optim._muon", "transformers.optimization"}
 #: Libraries whose optimizers take parts or DTensors in ways of their own, with codes for states.
 _OWN_WAYS = {"bitsandbytes", "torchao"}
-_FOUND, _NUMBERED = "_hf_parallel_reaches", "_hf_parallel_numbered"
+_FOUND, _NUMBERED, _APART = "_hf_parallel_reaches", "_hf_parallel_numbered", "_hf_parallel_apart"
 #: Attributes and options that are no counts or settings.
 _NO_SETTINGS = {"params", "param_names", "state", "param_groups"}
 #: Steps of a trial, and its tensors by number of dimensions: sizes that no block and no vector of a processor divides.
@@ -155,6 +156,8 @@ class _Joins(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at one operation; of a list of tensors, at what it does to one."""
+        if func.namespace == "profiler":  # which torch calls around the step of a base class
+            return func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__.removeprefix("_foreach_").rstrip("_")
         packet = getattr(torch.ops.aten, name, func.overloadpacket)
         tags = {tag for overload in packet.overloads() for tag in getattr(packet, overload).tags}
@@ -273,8 +276,29 @@ class _Trial:
 
 
 def step_without_hooks(optimizer: Any) -> None:
-    """Call an optimizer's own step, of which torch's hooks and schedules of learning rates hear nothing."""
-    type(optimizer).step.__wrapped__(optimizer)
+    """Call an optimizer's own step, of which hooks of layouts and schedules of learning rates hear nothing."""
+    vars(optimizer)[_APART] = True
+    try:
+        type(optimizer).step.__wrapped__(optimizer)
+    finally:
+        del vars(optimizer)[_APART]
+
+
+def is_within_step(optimizer: Optimizer) -> bool:
+    """Is the step that torch's hooks tell of a part of another one, as `super().step()` is?
+
+    torch calls them for a base class, too, once the process has made an optimizer of that class.
+    """
+    if _APART in vars(optimizer):
+        return True
+    if sum("step" in vars(kind) for kind in type(optimizer).__mro__) <= 2:  # its own, and the one that all inherit
+        return False
+    steps, frame = 0, sys._getframe(1)
+    while frame is not None:
+        known = frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == "torch.optim.optimizer"
+        steps += known and next(iter(frame.f_locals.get("args", ())), None) is optimizer
+        frame = frame.f_back  # type: ignore[assignment]
+    return steps > 1
 
 
 def read_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
