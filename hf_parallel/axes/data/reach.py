@@ -18,6 +18,8 @@ import collections
 import contextlib
 import copy
 import enum
+import functools
+import inspect
 import sys
 import types
 from collections import OrderedDict, defaultdict
@@ -289,16 +291,21 @@ def is_within_step(optimizer: Optimizer) -> bool:
 
     torch calls them for a base class, too, once the process has made an optimizer of that class.
     """
-    if _APART in vars(optimizer):
-        return True
-    if sum("step" in vars(kind) for kind in type(optimizer).__mro__) <= 2:  # its own, and the one that all inherit
-        return False
+    kind: Any = type(optimizer)
+    if _APART in vars(optimizer) or not _inherits_a_step(kind):
+        return _APART in vars(optimizer)
     steps, frame = 0, sys._getframe(1)
     while frame is not None:
         known = frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == "torch.optim.optimizer"
         steps += known and next(iter(frame.f_locals.get("args", ())), None) is optimizer
         frame = frame.f_back  # type: ignore[assignment]
     return steps > 1
+
+
+@functools.cache
+def _inherits_a_step(kind: type) -> bool:
+    """Has this class a step of its own, and a base class of it another? The one of `Optimizer` itself does nothing."""
+    return len({inspect.unwrap(vars(base)["step"]) for base in kind.__mro__ if "step" in vars(base)}) > 2
 
 
 def read_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
