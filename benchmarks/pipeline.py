@@ -327,7 +327,9 @@ def compare_filled(setting: Setting, interval: int) -> bool:
     found = {way: run(filled_steps, setting.ranks, way, setting, interval)[0] for way in ways}
     for way, (seconds, busy) in found.items():
         print(f"{ways[way]:28}{seconds * 1e3:9.0f} ms{busy:9.1%}", flush=True)
-    return found["in bubbles"][0] <= 1.03 * found["none"][0]
+    good = found["in bubbles"][0] <= 1.03 * found["none"][0]
+    print("ok" if good else "OFF", flush=True)
+    return good
 
 
 def main() -> int:
