@@ -94,13 +94,16 @@ def _end_whole_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def _refuse_in_stages(optimizer: Optimizer) -> None:
-    """Refuse under `pp` what reads several parameters, of which other stages have some, or may do so."""
+    """Refuse under `pp` what reads several parameters, of which other stages have some.
+
+    What cannot be tried may be written for stages, as a SAM whose norm is `hf_parallel.clip_grad_norm`: a line tells.
+    """
     mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for model in list_parallel_models():
         state: Any = vars(model).get("_hf_parallel")
         if state is None or state.pipeline is None or mine.isdisjoint(map(id, model.parameters())):
             continue
-        reads = [reach.value for reach in find_reaches(optimizer) if reach in (Reach.ALL, Reach.RANDOM, Reach.UNKNOWN)]
+        reads = [reach.value for reach in find_reaches(optimizer) if reach in (Reach.ALL, Reach.RANDOM)]
         if numbers_parameters(optimizer):
             reads.append("the place of a parameter among all")
         if reads:
