@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from hf_parallel import checkpoint as folders
 from hf_parallel.hooks import report, runtime
-from hf_parallel.hooks.trainer.checkpoints import record_of
+from hf_parallel.hooks.trainer.checkpoints import does_save_checkpoints, record_of
 from hf_parallel.hooks.trainer.settings import check_arguments
 from hf_parallel.ranks import messages
 
@@ -62,7 +62,7 @@ def hold_own_folder(trainer: Trainer) -> Iterator[Run]:
         held.append(lock)  # of rank 0
         return run
 
-    if str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) != "no":
+    if does_save_checkpoints(trainer.args):
         several = dist.is_initialized()
         agents = messages.gather_objects(find_agent()) if several else [find_agent()]
         try:

@@ -292,12 +292,14 @@ def is_within_step(optimizer: Optimizer) -> bool:
     torch calls them for a base class, too, once the process has made an optimizer of that class.
     """
     kind: Any = type(optimizer)
-    if _APART in vars(optimizer) or not _inherits_a_step(kind):
-        return _APART in vars(optimizer)
+    if _APART in vars(optimizer):
+        return True
+    if not _inherits_a_step(kind):
+        return False
     steps, frame = 0, sys._getframe(1)
     while frame is not None:
         known = frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == "torch.optim.optimizer"
-        steps += known and next(iter(frame.f_locals.get("args", ())), None) is optimizer
+        steps += known and (frame.f_locals.get("args") or (None,))[0] is optimizer
         frame = frame.f_back  # type: ignore[assignment]
     return steps > 1
 

@@ -266,6 +266,11 @@ def wait_for_save(trainer: Trainer) -> None:
             trainer.control = call("on_save", trainer.args, trainer.state, trainer.control)
 
 
+def does_save_checkpoints(args: TrainingArguments) -> bool:
+    """Will Trainer save checkpoints by itself?"""
+    return str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
+
+
 def refuse_unsavable_states(trainer: Trainer) -> None:
     """Look at the optimizer's states after its first step, rather than when the first checkpoint is due.
 
@@ -276,7 +281,7 @@ def refuse_unsavable_states(trainer: Trainer) -> None:
     if record.looked_at_states or not optimizer.state:  # the first steps of fp16 may be skipped
         return
     record.looked_at_states = True
-    if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no" and not args.save_only_model:
+    if does_save_checkpoints(args) and not args.save_only_model:
         folders.refuse_unsavable_states(trainer.model, optimizer)
 
 
@@ -285,7 +290,7 @@ def _write_checkpoint(trainer: Trainer, saving: folders.Checkpoint, run: str) ->
 
     trainer.save_model(saving.folder, _internal_call=True)
     best = trainer.state.best_global_step
-    if best and str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) != "no":
+    if best and does_save_checkpoints(trainer.args):
         path = os.path.join(run, f"checkpoint-{best}")  # which may be the one that is being written
         if best == trainer.state.global_step or os.path.exists(path):
             trainer.state.best_model_checkpoint = path

@@ -156,7 +156,7 @@ def end_together(trainer: Trainer) -> Iterator[None]:
 
     Do nothing if the script never saves (save_strategy="no") or has a handler of its own. Collective.
     """
-    if str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) == "no":
+    if not checkpoints.does_save_checkpoints(trainer.args):
         yield
         return
     free = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
