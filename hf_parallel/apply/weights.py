@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import is_parametrized
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_parallel.ask.keys.data import offload_folder, parameters_rest
@@ -40,6 +39,7 @@ from hf_parallel.checkpoint.slices import find_local_part, list_axes_and_dims, r
 from hf_parallel.model.anatomy import StoredOrder, get_text_config
 from hf_parallel.ranks import assert_all_ranks
 from hf_parallel.ranks.mesh import get_stored, place_as
+from hf_parallel.ranks.steps import call_before_steps
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -351,7 +351,7 @@ def store(parameter: DTensor, value: torch.Tensor, what: str = "p.data = x") -> 
 def take_exchanged() -> None:
     """Let parallel models take the values of parameters set in them from now on. A second call changes nothing."""
     register_module_parameter_registration_hook(_set_module_parameter)  # type: ignore[arg-type]
-    register_optimizer_step_pre_hook(_check_optimizer)
+    call_before_steps(_check_optimizer)
 
 
 def _set_module_parameter(module: nn.Module, name: str, new: nn.Parameter) -> nn.Parameter | None:

@@ -13,14 +13,12 @@ counts. What reads several tensors together, such as Prodigy, steps on all of th
 
 from __future__ import annotations
 
-import functools
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_parallel.apply.weights import gather_alike, list_parallel_models, order_of
@@ -28,15 +26,14 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.data.reach import (
     Reach,
     find_reaches,
-    is_within_step,
     numbers_parameters,
     read_settings,
     set_settings,
-    step_without_hooks,
 )
 from hf_parallel.checkpoint.resume import name_kind_of
 from hf_parallel.checkpoint.slices import Part, find_local_part, read_part
 from hf_parallel.ranks.mesh import get_stored, place_as
+from hf_parallel.ranks.steps import call_after_steps, call_before_steps, step_without_hooks
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -47,19 +44,16 @@ _HELD = "_hf_parallel_on_wholes"  # the step that an optimizer is in
 _PLACES = "_hf_parallel_places"  # where each of its parameters lies: the stored order, this rank's part
 
 
-@functools.cache
 def step_on_whole_tensors() -> None:
     """From here on optimizers that read whole tensors step on them. A second call changes nothing."""
     # Each rank would tell that a tensor which is cut along two axes takes two gathers.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    register_optimizer_step_pre_hook(_begin_whole_step)
-    register_optimizer_step_post_hook(_end_whole_step)
+    call_before_steps(_begin_whole_step)
+    call_after_steps(_end_whole_step)
 
 
 @torch.no_grad()
 def _begin_whole_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    if is_within_step(optimizer):
-        return None
     failed = vars(optimizer).pop(_HELD, None)
     if failed is not None:
         failed.take_back()
@@ -86,8 +80,6 @@ def _begin_whole_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[
 
 @torch.no_grad()
 def _end_whole_step(optimizer: Optimizer, *_: object) -> None:
-    if is_within_step(optimizer):
-        return
     held = vars(optimizer).pop(_HELD, None)
     if held is not None:
         held.end()

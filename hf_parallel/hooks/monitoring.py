@@ -27,6 +27,7 @@ from hf_parallel.monitor.meter import COMPUTE, DATA, PREFIX, round_to_significan
 from hf_parallel.monitor.noise import GradientNoise
 from hf_parallel.monitor.session import Reading, Record, Session
 from hf_parallel.ranks.shares import cut_examples
+from hf_parallel.ranks.steps import skip_inner_steps
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -438,8 +439,8 @@ def follow_steps(optimizer: torch.optim.Optimizer) -> None:
     """A loop has prepared this optimizer: its step, which no other micro-step has, ends that of the loop."""
     if optimizer not in _followed:
         _followed.add(optimizer)
-        optimizer.register_step_pre_hook(_begin_loop_step)
-        optimizer.register_step_post_hook(_end_loop_step)
+        optimizer.register_step_pre_hook(skip_inner_steps(_begin_loop_step))
+        optimizer.register_step_post_hook(skip_inner_steps(_end_loop_step))
 
 
 def _begin_loop_step(optimizer: torch.optim.Optimizer, *args: object) -> None:

@@ -5,7 +5,6 @@ A parallel model's lists hold shards of several meshes beside whole tensors, and
 
 from __future__ import annotations
 
-import functools
 import gc
 import hashlib
 import json
@@ -21,18 +20,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
 from hf_parallel.apply.parallelize import ParallelState, clip_together, state_of
 from hf_parallel.apply.weights import full_tensor, list_parallel_models, reduce_to_whole_number, store
 from hf_parallel.ask.session import of_process, of_session
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.data.reach import is_within_step
 from hf_parallel.axes.pipeline.stage_runner import pipelines_of
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, replace
 from hf_parallel.ranks.mesh import get_stored
+from hf_parallel.ranks.steps import call_before_steps
 
 
 def _find_states_of(parameters: Sequence[torch.Tensor]) -> list[ParallelState]:
@@ -206,15 +204,14 @@ class _Beside:
                 )
 
 
-@functools.cache
 def watch_optimizers() -> None:
     """Look at each optimizer before its first step under a layout. A second call changes nothing."""
-    register_optimizer_step_pre_hook(_refuse_optimizer_of_plain_model)
+    call_before_steps(_refuse_optimizer_of_plain_model)
 
 
 def _refuse_optimizer_of_plain_model(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     """Look at what an optimizer is about to train, once; at what is in no parallel model again, ever more rarely."""
-    if not _trains_together() or is_within_step(optimizer):
+    if not _trains_together():
         return
     if pipelines_of(runtime.mesh()).session is not None:
         what, size = f"{type(optimizer).__name__}.step() in the script's loss", runtime.mesh().size("pp")

@@ -20,6 +20,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks.patching import Patch, with_first
 from hf_parallel.prove.small_run import ACCUMULATION, EXAMPLES, Enough, Proving
+from hf_parallel.ranks.steps import skip_inner_steps
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -175,8 +176,17 @@ def _watch_bare_loop(
         refuse("prove: a loop", why, do="prove a layout with one data rank, such as tp=2")
     for model in models[-1:]:  # made of the others
         proving.watch(model)
-    self.register_step_pre_hook(lambda *_: None if proving.driven else proving.end_step(proving.watched))
-    self.register_step_post_hook(lambda *_: None if proving.driven else _count_loop_step(proving))
+
+    def note_gradients(*_: object) -> None:
+        if not proving.driven:
+            proving.end_step(proving.watched)
+
+    def count_step(*_: object) -> None:
+        if not proving.driven:
+            _count_loop_step(proving)
+
+    self.register_step_pre_hook(skip_inner_steps(note_gradients))
+    self.register_step_post_hook(skip_inner_steps(count_step))
 
 
 def _keep_loss_of_bare_loop(

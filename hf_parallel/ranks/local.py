@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,9 +20,6 @@ if TYPE_CHECKING:
     from hf_parallel.ranks.differentiable import Context
 
 Mixin = TypeVar("Mixin", bound="nn.Module")
-# Each registers a function around the steps of all optimizers, once, however often it is called with it.
-call_before_steps = functools.cache(register_optimizer_step_pre_hook)
-call_after_steps = functools.cache(register_optimizer_step_post_hook)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from torch import nn, optim
 from transformers import Adafactor
 
 from hf_parallel.axes.data.reach import Reach, find_reaches, reads_whole_tensors
+from hf_parallel.ranks.steps import skip_inner_steps, step_without_hooks
 from tests import optimizers as others
 
 
@@ -94,3 +95,19 @@ def test_known_ones_are_not_tried():
     optimizer = Adafactor(parameters(), lr=None)
     optimizer.param_groups[0]["of the script"] = object()
     assert find_reaches(optimizer) == [Reach.TENSORS]
+
+
+@pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW, others.NormalisedSGD, others.SignedSGD])
+def test_a_step_within_a_step_calls_no_hook(kind):
+    optim.SGD([torch.zeros(1, requires_grad=True)])  # from here on torch calls the hooks in SGD's own step, too
+    weight = torch.ones(3, requires_grad=True)
+    optimizer, heard = kind([weight], lr=0.1), []
+    optimizer.register_step_pre_hook(skip_inner_steps(lambda *_: heard.append("before")))
+    optimizer.register_step_post_hook(skip_inner_steps(lambda *_: heard.append("after")))
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    assert heard == ["before", "after"]
+    former = weight.detach().clone()
+    step_without_hooks(optimizer)
+    assert heard == ["before", "after"]
+    assert (weight < former).all()

@@ -34,8 +34,8 @@ from hf_parallel.axes.eight_bit import WHOLE, W, find_largest_number, tensorwise
 from hf_parallel.ranks import all_reduce
 from hf_parallel.ranks.all_to_all import count_packed_bytes, pack_rows, reduce_scatter, unpack
 from hf_parallel.ranks.differentiable import call_all_gather
-from hf_parallel.ranks.local import call_after_steps
 from hf_parallel.ranks.mesh import ParallelMesh, list_axis_ranks
+from hf_parallel.ranks.steps import call_after_steps
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam

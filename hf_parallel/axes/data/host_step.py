@@ -25,8 +25,8 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.data.files import StateFile, StatePart
 from hf_parallel.axes.data.local_step import list_parameters_of, step_on_local_parts
 from hf_parallel.axes.data.reach import is_elementwise
-from hf_parallel.ranks.local import call_after_steps, call_before_steps
 from hf_parallel.ranks.mesh import get_stored
+from hf_parallel.ranks.steps import call_after_steps, call_before_steps
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -13,7 +13,6 @@ What reads several tensors together, or draws random numbers, keeps its DTensors
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,11 +20,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.data.reach import Reach, find_reaches, is_within_step
+from hf_parallel.axes.data.reach import Reach, find_reaches
 from hf_parallel.ranks.mesh import place_as
+from hf_parallel.ranks.steps import call_after_steps, call_before_steps
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -33,16 +32,13 @@ if TYPE_CHECKING:
 _HELD = "_hf_parallel_on_parts"  # what an optimizer is in the midst of
 
 
-@functools.cache
 def step_on_local_parts() -> None:
     """From here on torch's optimizers step on local parts, where they have DTensors. A second call changes nothing."""
-    register_optimizer_step_pre_hook(_begin_local_step)
-    register_optimizer_step_post_hook(_end_local_step)
+    call_before_steps(_begin_local_step)
+    call_after_steps(_end_local_step)
 
 
 def _begin_local_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    if is_within_step(optimizer):
-        return None
     _end_local_step(optimizer)  # of a step that has failed
     if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
         return None
@@ -67,8 +63,6 @@ def _begin_local_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[
 
 
 def _end_local_step(optimizer: Optimizer, *_: object) -> None:
-    if is_within_step(optimizer):
-        return
     held = optimizer.__dict__.pop(_HELD, None)
     if held is not None:
         held.end()

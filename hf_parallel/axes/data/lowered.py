@@ -35,7 +35,8 @@ from hf_parallel.axes.data.units import (
     iterate_sharded_modules,
 )
 from hf_parallel.axes.eight_bit import recipe_of
-from hf_parallel.ranks.local import call_after_steps, get_autocast_dtype
+from hf_parallel.ranks.local import get_autocast_dtype
+from hf_parallel.ranks.steps import call_after_steps
 
 _users: weakref.WeakSet[Lowered] = weakref.WeakSet()
 _HANDLES = "_hf_parallel_lowered"

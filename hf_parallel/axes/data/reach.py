@@ -18,9 +18,6 @@ import collections
 import contextlib
 import copy
 import enum
-import functools
-import inspect
-import sys
 import types
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
@@ -31,6 +28,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_parallel.ranks.mesh import get_stored
+from hf_parallel.ranks.steps import step_without_hooks
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -54,7 +52,7 @@ _BY_NUMBERS = {f"torch.optim.{kind}" for kind in _KINDS}
 _BY_TENSORS = {"torch.optim._adafactor", "torch.optim._muon", "transformers.optimization"}
 #: Libraries whose optimizers take parts or DTensors in ways of their own, with codes for states.
 _OWN_WAYS = {"bitsandbytes", "torchao"}
-_FOUND, _NUMBERED, _APART = "_hf_parallel_reaches", "_hf_parallel_numbered", "_hf_parallel_apart"
+_FOUND, _NUMBERED = "_hf_parallel_reaches", "_hf_parallel_numbered"
 #: Attributes and options that are no counts or settings.
 _NO_SETTINGS = {"params", "param_names", "state", "param_groups"}
 #: Steps of a trial, and its tensors by number of dimensions: sizes that no block and no vector of a processor divides.
@@ -275,39 +273,6 @@ class _Trial:
             for own in read_settings(optimizer)
         ]
         return self
-
-
-def step_without_hooks(optimizer: Any) -> None:
-    """Call an optimizer's own step, of which hooks of layouts and schedules of learning rates hear nothing."""
-    vars(optimizer)[_APART] = True
-    try:
-        type(optimizer).step.__wrapped__(optimizer)
-    finally:
-        del vars(optimizer)[_APART]
-
-
-def is_within_step(optimizer: Optimizer) -> bool:
-    """Is the step that torch's hooks tell of a part of another one, as `super().step()` is?
-
-    torch calls them for a base class, too, once the process has made an optimizer of that class.
-    """
-    kind: Any = type(optimizer)
-    if _APART in vars(optimizer):
-        return True
-    if not _inherits_a_step(kind):
-        return False
-    steps, frame = 0, sys._getframe(1)
-    while frame is not None:
-        known = frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == "torch.optim.optimizer"
-        steps += known and (frame.f_locals.get("args") or (None,))[0] is optimizer
-        frame = frame.f_back  # type: ignore[assignment]
-    return steps > 1
-
-
-@functools.cache
-def _inherits_a_step(kind: type) -> bool:
-    """Has this class a step of its own, and a base class of it another? The one of `Optimizer` itself does nothing."""
-    return len({inspect.unwrap(vars(base)["step"]) for base in kind.__mro__ if "step" in vars(base)}) > 2
 
 
 def read_settings(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -46,7 +46,8 @@ from hf_parallel.axes.tensor.vocab_parallel import (
 )
 from hf_parallel.model.calls import are_logits_unread, bind_arguments_of, compute_targets_of, count_items
 from hf_parallel.ranks import all_reduce, copy_to_group
-from hf_parallel.ranks.local import call_after_steps, cast_as_autocast, get_autocast_dtype, get_local
+from hf_parallel.ranks.local import cast_as_autocast, get_autocast_dtype, get_local
+from hf_parallel.ranks.steps import call_after_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
