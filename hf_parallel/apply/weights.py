@@ -30,7 +30,7 @@ from hf_parallel.axes.data.parameters import (
     iterate_late_parameters,
     remove_late_parameters,
 )
-from hf_parallel.axes.data.units import get_groups_of, iterate_parameter_groups, iterate_sharded_modules
+from hf_parallel.axes.data.units import WHOLE, get_groups_of, iterate_parameter_groups, iterate_sharded_modules
 from hf_parallel.axes.pipeline.stages import StandIn
 from hf_parallel.axes.tensor.layers import TensorParallelLayer
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
@@ -411,9 +411,10 @@ def refuse_changed_parameters(root: nn.Module, gathers: bool, model: nn.Module, 
     Args:
         gathers: whether the model gathers weights as one, so that its parameters can be exchanged.
     """
+    whole = getattr(root, WHOLE, ())  # each calls its hooks, on the gradient of this rank's examples
     for module in root.modules():
         for leaf, parameter in module._parameters.items():
-            if parameter is not None and _is_hooked(parameter):
+            if parameter is not None and parameter not in whole and _is_hooked(parameter):
                 _refuse_hook(_name_parameter(model, module, leaf))
         for group in get_groups_of(module) if isinstance(module, FSDPModule) else ():
             for held in group.fsdp_params:

@@ -197,7 +197,7 @@ def _choose_at_prepare(original: Callable, self: Accelerator, *args: Any, **kwar
 def _describe_model(model: object, lowered: str | None, reader: str | None) -> Shown:
     dtype = next((p.dtype for p in getattr(model, "parameters", list)() if p.is_floating_point()), None)
     adapters = (getattr(model, "peft_config", None) or {}).values()
-    rank = max((int(getattr(one, "r", 0)) for one in adapters), default=0)
+    rank = max((int(getattr(one, "r", 0) or 0) for one in adapters), default=0)
     return Shown(getattr(model, "config", model), dtype, lowered, rank, reader=reader)
 
 

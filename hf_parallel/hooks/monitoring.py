@@ -160,6 +160,7 @@ class Watched:
         from hf_parallel.planner.layout import name_optimizer_of, name_precision_of
 
         config, plan, why = self.state.config, None, ""
+        adapters = getattr(self.model, "peft_config", {}).values()
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), None)
         lowered = next((name for name in ("bf16", "fp16") if getattr(arguments, name)), "no")
         batch = expected.Batch(
@@ -168,7 +169,7 @@ class Watched:
             seq=reading.seq,
             precision=name_precision_of(dtype, lowered),
             optimizer=name_optimizer_of(str(getattr(arguments.optim, "value", arguments.optim))),
-            lora=max((c.r for c in getattr(self.model, "peft_config", {}).values() if hasattr(c, "r")), default=0),
+            lora=max((int(getattr(one, "r", 0) or 0) for one in adapters), default=0),
         )
         self.batch = dataclasses.asdict(batch)
         try:

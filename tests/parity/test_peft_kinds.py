@@ -1,74 +1,286 @@
-"""Every method of PEFT but LoRA is refused by name before it changes a model, however it would come in."""
+"""PEFT's other methods: data ranks keep their adapters whole, with the numbers of one process; other axes are refused.
+
+Each is put on a base that is sharded already. Methods that draw numbers per process, or read its whole batch, are
+refused, as nothing can be compared.
+"""
+
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
-from transformers import AutoModelForCausalLM
+import torch
+from transformers import AutoModelForCausalLM, Trainer
 
 pytest.importorskip("peft")
 
 import hf_parallel
 from hf_parallel.ask.config import SpecError
+from hf_parallel.hooks.peft.before import _WHOLE_KINDS, is_kept_whole
 from tests import models
+from tests.counting import CountCollectives
 from tests.distributed import run
-from tests.training import activate
+from tests.resuming import STEPS, STOP, log_differences, trained
+from tests.rows import data, pad
+from tests.training import activate, fit, none, trainer_of, weight_differences
 
-#: What a method's config cannot be made without.
-NEEDED = {
-    "ADALORA": {"total_step": 3},
-    "ADAPTION_PROMPT": {"adapter_layers": 2, "adapter_len": 4},
-    "CPT": {"cpt_token_ids": [1, 2], "cpt_mask": [1, 1], "cpt_tokens_type_mask": [1, 1]},
+TARGETS = {"target_modules": ["q_proj", "o_proj", "down_proj"]}
+PROMPTS = {"num_virtual_tokens": 3}
+#: What the config of a method is made with; the others have `TARGETS`.
+SETTINGS = {
+    "ADALORA": {**TARGETS, "total_step": 30, "init_r": 4, "target_r": 2, "tinit": 1, "tfinal": 1, "deltaT": 1},
+    "ADAPTION_PROMPT": {"adapter_layers": 2, "adapter_len": 3},
+    "BOFT": {**TARGETS, "boft_block_size": 4},
+    "C3A": {**TARGETS, "block_size": 8},
+    "CARTRIDGE": PROMPTS,
+    "IA3": {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    "LN_TUNING": {"target_modules": ["input_layernorm"]},
+    "MULTITASK_PROMPT_TUNING": {**PROMPTS, "num_tasks": 2},
+    "OFT": {**TARGETS, "oft_block_size": 4},
+    "PREFIX_TUNING": PROMPTS,
+    "PROMPT_TUNING": PROMPTS,
+    "P_TUNING": {**PROMPTS, "encoder_hidden_size": 15},
+    "RANDLORA": {**TARGETS, "r": 5},
+    "TRAINABLE_TOKENS": {"target_modules": ["embed_tokens"], "token_indices": [1, 3, 4]},
+    "VBLORA": {**TARGETS, "vector_length": 4, "num_vectors": 15},
 }
+BLOCKS = {"target_modules_bd_a": ["q_proj", "down_proj"], "target_modules_bd_b": ["o_proj"]}
+#: Settings of LoRA that data ranks alone keep.
+LORA = {
+    "activated": {"alora_invocation_tokens": [1]},
+    "block diagonal": {"use_bdlora": {"nblocks": 2, **BLOCKS}},
+    "kasa": {"kasa_config": {"beta": 0.1, "gamma": 0.1}},
+    "mica": {"init_lora_weights": "mica"},
+    "pissa by iterations": {"init_lora_weights": "pissa_niter_4"},
+    "tokens": {"trainable_token_indices": [1, 3, 4]},
+}
+#: Weights of a method that is steep at its start, as its norms of 7,000 and 25 are: 3 steps at a rate of 1e-3.
+STEEP = {"DELORA", "RANDLORA", "WAVEFT"}
 
 
-def build():
-    return AutoModelForCausalLM.from_config(models.llama())
+def config_of(kind):
+    from peft import BdLoraConfig, KasaConfig, LoraConfig, mapping
+
+    if kind in LORA:
+        classes = {"use_bdlora": BdLoraConfig, "kasa_config": KasaConfig}
+        made = {name: classes[name](**value) if name in classes else value for name, value in LORA[kind].items()}
+        return LoraConfig(task_type="CAUSAL_LM", r=6, **TARGETS, **made)
+    made = {known.value: config for known, config in mapping.PEFT_TYPE_TO_CONFIG_MAPPING.items()}[kind]
+    return made(task_type="CAUSAL_LM", **SETTINGS.get(kind, TARGETS))
 
 
-def configs():
-    """One of each method that this PEFT has."""
-    from peft import mapping
+class Regularised(Trainer):
+    """PEFT's own example of KaSA: a loss of the adapters beside the model's."""
 
-    made = {kind.value: config for kind, config in mapping.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
-    return {
-        name: config(task_type="CAUSAL_LM", **NEEDED.get(name, {})) for name, config in made.items() if name != "LORA"
-    }
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        result = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+        if return_outputs:
+            return result[0] + model._get_kasa_loss(), result[1]
+        return result + model._get_kasa_loss()
 
 
-def said_of(call):
+def with_tasks(rows):
+    """A batch whose examples are of two tasks."""
+    return {**pad(rows), "task_ids": torch.tensor([int(row["input_ids"][0]) % 2 for row in rows])}
+
+
+def adapted(spec, out, kind, folder, before=False, **changes):
+    """Train an adapter of a kind: two batches a step, of unlike lengths, the last one ragged."""
+    from peft import get_peft_model
+
+    data_ranks = 1 if before else activate(spec)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(models.SEED)
+    model = get_peft_model(model, config_of(kind))
+    data_ranks = activate(spec) if before else data_ranks
+    settings = {"gradient_accumulation_steps": 2, "learning_rate": 1e-3 if kind in STEEP else 1e-2, **changes}
+    rows, held_out = (data("llama", count, seed, uneven_lengths=True) for count, seed in ((44, 11), (13, 12)))
+    trainer, recorder = trainer_of(
+        model,
+        out,
+        data_ranks,
+        {"optim": "adamw_torch", "adam_epsilon": 1e-3, "label_names": ["labels"], **settings},
+        kind=Regularised if kind == "kasa" else Trainer,
+        train_dataset=rows,
+        eval_dataset=held_out,
+        data_collator=with_tasks if kind == "MULTITASK_PROMPT_TUNING" else pad,
+    )
+    return fit(trainer, recorder, f"{out}/saved")
+
+
+@pytest.mark.parametrize("kind", sorted([*_WHOLE_KINDS, *LORA]))
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2", "dp_replicate=2,dp_shard=2"])
+def test_as_in_one_process(runs, kind, spec):
+    runs.compare(adapted, spec, kind, runs.initial("llama", num_hidden_layers=3))
+
+
+@pytest.mark.parametrize("kind", ["IA3", "VERA", "kasa", "PROMPT_TUNING"])
+def test_from_before_the_layout(runs, kind):
+    """As by a script that names the layout in its arguments."""
+    runs.compare(partial(adapted, before=True), "dp_shard=2", kind, runs.initial("llama", num_hidden_layers=3))
+
+
+@pytest.mark.parametrize("kind", ["OFT", "P_TUNING", "TRAINABLE_TOKENS"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"max_grad_norm": 0.05, "gradient_accumulation_steps": 1},
+    ],
+    ids=["checkpointed", "reentrant", "clipped"],
+)
+def test_settings_of_trainer(runs, kind, changes):
+    runs.compare(partial(adapted, **changes), "dp_shard=2", kind, runs.initial("llama", num_hidden_layers=3))
+
+
+@pytest.mark.parametrize(
+    "spec", ["dp_shard=2,zero_stage=2", "dp_shard=2,zero_stage=1,dp_replicate=2", "dp_shard=2,offload=cpu"]
+)
+def test_stages_of_zero(runs, spec):
+    runs.compare(adapted, spec, "HRA", runs.initial("llama", num_hidden_layers=3))
+
+
+def adapt(kind, model):
+    from peft import get_peft_model
+
+    torch.manual_seed(models.SEED)
+    return get_peft_model(model, config_of(kind))
+
+
+@pytest.mark.parametrize("kind", ["VERA", "PROMPT_TUNING"])
+def test_stopped_run_goes_on(runs, tmp_path, kind):
+    """From the checkpoint of one process and from its own."""
+    job = {"folder": runs.initial("llama"), "adapt": partial(adapt, kind)}
+    (one,) = trained("", {**job, "out": f"{tmp_path}/one"})
+    own = {**job, "out": f"{tmp_path}/own"}
+    jobs = [
+        {**job, "out": f"{tmp_path}/on-{name}", "resume": f"{tmp_path}/{name}/checkpoint-{STOP}"}
+        for name in ("one", "own")
+    ]
+    through, *resumed = trained("dp_shard=2", own, *jobs)
+    found = log_differences(through, one, range(1, STEPS + 1), 1e-4)
+    for ended in resumed:
+        found += log_differences(ended, one, range(STOP + 1, STEPS + 1), 1e-4)
+    none(found)
+
+
+def loaded(spec, out, folder, adapter, trains):
+    """Load a saved adapter, answer a few tokens with it, without and with it again; save it again."""
+    from peft import PeftModel
+
+    activate(spec)
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    model = PeftModel.from_pretrained(base, adapter, is_trainable=trains).eval()
+    tokens = torch.arange(14).reshape(2, 7)
+    with torch.no_grad():
+        on = model(input_ids=tokens).logits
+        with model.disable_adapter():
+            off = model(input_ids=tokens).logits
+        again = model(input_ids=tokens).logits
+    model.save_pretrained(out)
+    return on, off, again
+
+
+@pytest.mark.parametrize("kind", ["LOHA", "OSF", "PREFIX_TUNING", "TRAINABLE_TOKENS"])
+def test_saved_adapters_are_those_of_peft(runs, tmp_path, kind):
+    """Plain PEFT reads what ranks have saved, ranks read what plain PEFT has saved, and both write the same."""
+    base = runs.initial("llama", num_hidden_layers=3)
+    trains = kind != "PREFIX_TUNING"  # PEFT loads no prompts to train
+    folder = runs.alone(adapted, kind, base).folder
+    (one,) = run(partial(loaded, None, f"{tmp_path}/one", base, folder, trains), 1, init=False)
+    for rank in run(partial(loaded, "dp_shard=2", f"{tmp_path}/ranks", base, folder, trains), 2, init=False):
+        for found, wanted in zip(rank, one, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(one[0], one[1])
+    none(weight_differences(f"{tmp_path}/ranks", f"{tmp_path}/one", 0.0))
+
+
+class Branched(torch.nn.Module):
+    """Parameters of which the ranks use others."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
+
+
+def averaged():
+    """Gradients of parameters that both ranks, one rank and no rank have used, and what was sent for them."""
+    from hf_parallel.axes.data.whole import keep_whole
+
+    mesh = hf_parallel.parallelize(models.build("llama", num_hidden_layers=1), "dp_shard=2")._hf_parallel.mesh
+    model = Branched()
+    keep_whole(model, mesh, model.parameters())
+    rank = torch.distributed.get_rank()
+    with CountCollectives() as counted:
+        (model.a.sum() * (rank + 1) + (model.b.sum() if rank else 0)).backward()
+    first = [None if parameter.grad is None else parameter.grad.tolist() for parameter in model.parameters()]
+    (model.a.sum() * (rank + 1)).backward()  # a second pass adds the mean of its own
+    return first, model.a.grad.tolist(), counted.counts["reduce"]
+
+
+def test_gradients_that_some_ranks_have():
+    for first, again, reductions in run(averaged, 2):
+        assert first == [[1.5] * 3, [0.5] * 3, None]
+        assert again == [3.0] * 3
+        assert reductions == 1
+
+
+def refusal_of(call):
     with pytest.raises(SpecError) as caught:
         call()
     return str(caught.value)
 
 
-def on_a_layout():
-    """What each method, and LoRA among several, is answered with."""
-    from peft import LoraConfig, get_peft_model
+def refused(spec):
+    """What each method, and LoRA among several, is answered with; None for what is not refused."""
+    from peft import LoraConfig, get_peft_model, mapping
 
-    activate("dp_shard=2")
-    model = build()
-    found = {name: said_of(lambda config=config: get_peft_model(model, config)) for name, config in configs().items()}
-    mixed = said_of(lambda: get_peft_model(model, LoraConfig(target_modules=["q_proj"]), mixed=True))
+    activate(spec)
+    found = {}
+    model = AutoModelForCausalLM.from_config(models.llama())
+    names = [kind.value for kind in mapping.PEFT_TYPE_TO_CONFIG_MAPPING if kind.value not in ("LORA", "CPT", "XLORA")]
+    for name in (name for name in names if spec != "dp_shard=2" or name not in _WHOLE_KINDS):
+        config = mapping.PEFT_TYPE_TO_CONFIG_MAPPING[name](task_type="CAUSAL_LM", **SETTINGS.get(name, {}))
+        found[name] = refusal_of(lambda config=config: get_peft_model(model, config))
+    for name in LORA if spec != "dp_shard=2" else ():
+        found[name] = refusal_of(lambda name=name: get_peft_model(model, config_of(name)))
+    mixed = refusal_of(lambda: get_peft_model(model, LoraConfig(target_modules=["q_proj"]), mixed=True))
     return found, mixed
 
 
-def before_a_layout():
-    """Methods that are no layers of their own, on a model that becomes parallel later."""
-    from peft import get_peft_model
-
-    adapted = {name: get_peft_model(build(), configs()[name]) for name in ("ADAPTION_PROMPT", "IA3")}
-    return {
-        name: said_of(lambda model=model: hf_parallel.parallelize(model, "dp_shard=2"))
-        for name, model in adapted.items()
-    }
-
-
-def test_every_other_method_is_refused():
-    found, mixed = run(on_a_layout, 2, init=False)[0]
-    assert len(found) > 20
-    assert [name for name, text in found.items() if f"peft_type={name}: " not in text] == []
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "pp=2", "cp=2"])
+def test_what_is_refused_by_name(spec):
+    found, mixed = run(partial(refused, spec), 2, init=False)[0]
+    axis = spec.partition("=")[0]
+    assert len(found) > (2 if axis == "dp_shard" else 40)
+    for name, text in found.items():
+        wanted = "LoraConfig(" if name in LORA else f"peft_type={name}"
+        assert wanted in text
+        assert (f"{axis}_size=1, works" in text) == (name in _WHOLE_KINDS or name in LORA)
     assert "MixedModel" in mixed
 
 
-def test_methods_from_before_the_layout_are_refused():
-    found = run(before_a_layout, 2)[0]
-    assert len(found) == 2
-    assert [name for name, text in found.items() if f"peft_type={name}: " not in text] == []
+@pytest.mark.parametrize("kind", ["IA3", "PROMPT_TUNING", "mica"])
+def test_bases_of_four_bits_are_refused(kind):
+    base = SimpleNamespace(is_loaded_in_4bit=True)
+    mesh = SimpleNamespace(size=lambda axis: 1)
+    with pytest.raises(SpecError, match="on a base of 4 bits"):
+        is_kept_whole(config_of(kind), base, mesh)
+
+
+def merged(kind, folder):
+    from peft import get_peft_model
+
+    activate("dp_shard=2")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config_of(kind))
+    said = []
+    for call in (model.merge_adapter, model.merge_and_unload, model.unload):
+        with pytest.raises(NotImplementedError) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def test_merging_is_refused(runs):
+    for text in run(partial(merged, "LOKR", runs.initial("llama")), 2, init=False)[0]:
+        assert "merge them in one process" in text

@@ -85,6 +85,12 @@ def run_before_the_last(root: nn.Module, config: ParallelConfig) -> Iterator[Non
         keep_copies()
 
 
+def is_followed_by_micro_batch(root: nn.Module) -> bool:
+    """Return whether the micro-batch that runs now is not the last one of its step."""
+    unit = next(iterate_sharded_modules(root), None)
+    return getattr(unit, _MORE, False)
+
+
 def round_after_backward(root: nn.Module) -> None:
     """Give 16-bit weights of `root` gradients of their own dtype once the last micro-batch has added to them."""
     queue = torch.autograd.Variable._execution_engine.queue_callback

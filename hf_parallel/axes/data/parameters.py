@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_parallel.axes.data.units import (
+    WHOLE,
     get_groups_of,
     get_state_of,
     iterate_parameter_groups,
@@ -126,6 +127,7 @@ def iterate_late_parameters(
     Args:
         trained: only whole parameters that train; those of no dim are reduced by themselves.
     """
+    whole = getattr(root, WHOLE, ())
     for unit in iterate_sharded_modules(root):
         groups = get_groups_of(unit)
         infos = (held._module_info for group in groups for held in group.fsdp_params)
@@ -134,7 +136,7 @@ def iterate_late_parameters(
         new: dict[int, nn.Parameter] = {}
         registered = ((id(module), name, p) for module in modules for name, p in module._parameters.items())
         for owner, name, p in registered:
-            if p is None or (owner, name) in known:
+            if p is None or (owner, name) in known or p in whole:
                 continue
             # Parameters of experts that no other rank holds are left out of all groups.
             is_shared_out = "ep" in (getattr(getattr(p, "device_mesh", None), "mesh_dim_names", None) or ())

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
+#: Attribute of a root: the parameters that every data rank keeps whole, which are in no group.
+WHOLE = "_hf_parallel_whole_parameters"
 REPLACES = (
     Replaced(
         "torch.distributed.fsdp._fully_shard._fsdp_param:nn",

@@ -434,6 +434,20 @@ def _let_parts_run(model: nn.Module, blocks: list[nn.Module]) -> None:
             part.register_forward_hook(leave, always_call=True)
 
 
+def gather_around(unit: FSDPModule, wrapper: nn.Module) -> None:
+    """Let a unit gather its weights around the calls of a wrapper, which may read them and not call the unit.
+
+    torch has no call for this: a unit's handles are internals, looked at in torch 2.13.
+    """
+    state = get_state_of(unit)
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    state._pre_forward_hook_handle = wrapper.register_forward_pre_hook(
+        state._pre_forward, prepend=True, with_kwargs=True
+    )
+    state._post_forward_hook_handle = wrapper.register_forward_hook(state._post_forward)
+
+
 def _keep_what_runs_again(model: nn.Module) -> None:
     """Keep units that a forward pass calls several times gathered from the second call to the end of the pass.
 

@@ -33,6 +33,13 @@ from hf_parallel.hooks.bitsandbytes import finish_casts
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft import before as peft_settings
 from hf_parallel.hooks.peft.placing import place_in_base
+from hf_parallel.hooks.peft.whole import (
+    has_whole_adapters,
+    hold_whole_weights,
+    keep_adapters_whole,
+    list_own_tensors,
+    make_layers_of_whole_weights,
+)
 from hf_parallel.model.anatomy import get_stored_order
 from hf_parallel.model.calls import bind_by_name
 from hf_parallel.ranks import messages
@@ -40,6 +47,7 @@ from hf_parallel.ranks.local import get_local, hold_other_tensors
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
+    from peft.tuners.frod import FrodModel
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.dora import DoraLinearLayer
     from peft.tuners.tuners_utils import BaseTuner
@@ -58,8 +66,10 @@ def inject_adapter(
     if state is None and runtime.current() is None:
         original(self, model, adapter_name, *args, **kwargs)
         return
+    whole = peft_settings.is_kept_whole(config, model, runtime.mesh() if state is None else state.mesh)
     given = bind_by_name(original, (self, model, adapter_name, *args), kwargs)
-    peft_settings.check_tuner(self, model, config, bool(given.get("low_cpu_mem_usage", False)))
+    low_cpu_mem_usage = bool(given.get("low_cpu_mem_usage", False))
+    peft_settings.check_tuner(self, model, config, low_cpu_mem_usage, whole)
     if state is None:
         make_parallel(model)
         state = runtime.find_parallel_state(model)
@@ -69,8 +79,11 @@ def inject_adapter(
     for module in iterate_sharded_modules(state.root):
         module.reshard()  # what was gathered for a pass would hide what is stored
     finish_casts(model)
-    with show_all_stages(model, state):
-        peft_settings.check_copies(model, config.modules_to_save or (), state.mesh)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(show_all_stages(model, state))
+        if whole:
+            stack.enter_context(make_layers_of_whole_weights(self))
+        peft_settings.check_copies(model, getattr(config, "modules_to_save", None) or (), state.mesh)
         original(self, model, adapter_name, *args, **kwargs)
     if not hasattr(model, "_hf_parallel_unplaced"):
         model._hf_parallel_unplaced = model.register_forward_pre_hook(_refuse_unplaced)
@@ -80,15 +93,25 @@ def inject_adapter(
 def init_model(
     original: Callable, self: PeftModel, model: nn.Module, peft_config: PeftConfig, *args: object, **kwargs: object
 ) -> None:
-    """Split the first adapters when peft is done with them."""
-    if runtime.current() is not None or runtime.find_parallel_state(model) is not None:
-        peft_settings.check_kind(peft_config)
+    """Split the first adapters when peft is done with them, or keep them whole."""
+    state = runtime.find_parallel_state(model)
+    if state is None and runtime.current() is None:
+        original(self, model, peft_config, *args, **kwargs)
+        return
+    if state is None:
+        make_parallel(model)
+        state = runtime.find_parallel_state(model)
+    assert state is not None
+    whole = peft_settings.is_kept_whole(peft_config, model, state.mesh)
+    former = list_own_tensors(model)
     original(self, model, peft_config, *args, **kwargs)
+    if whole:
+        keep_adapters_whole(self, state, former)
     place_adapters(self)
 
 
 def place_adapters(model: PeftModel) -> None:
-    """Split the adapters of a parallel base; those that are split already stay as they are."""
+    """Split the adapters of a parallel base; those that are placed already stay as they are."""
     base = model.get_base_model()
     state = runtime.find_parallel_state(base)
     if state is not None:
@@ -96,20 +119,20 @@ def place_adapters(model: PeftModel) -> None:
         slices.let_ask(model, _gather_saved_tensors)
 
 
-@patch("peft.tuners.lora.layer:LoraLayer.__init__", "reads sizes off shards")
-def init_layer(original: Callable, self: LoraLayer, base_layer: nn.Module, *args: object, **kwargs: object) -> None:
-    """Make adapters of full size: peft would read the size of a shard, and no size off packed weights."""
-    from peft.tuners.lora.layer import ParamWrapper
-    from peft.tuners.tuners_utils import BaseTunerLayer
+@patch("peft.tuners.tuners_utils:_get_in_out_features", "reads sizes off shards and packed weights", copies=True)
+def get_sizes(original: Callable, module: nn.Module) -> tuple[int, int] | tuple[None, None]:
+    """Return the sizes of a whole linear, as the layer says them."""
+    if isinstance(module, nn.Linear) and isinstance(module.weight, DTensor):
+        return module.in_features, module.out_features
+    return original(module)
 
-    base = base_layer.get_base_layer() if isinstance(base_layer, BaseTunerLayer) else base_layer
-    by_weight = isinstance(self, ParamWrapper)  # it reads whole sizes off the DTensor itself
-    if by_weight or not isinstance(base, nn.Linear) or not isinstance(base.weight, DTensor):
-        original(self, base_layer, *args, **kwargs)
-        return
-    # From a linear whose weight is no shard it takes the sizes that the layer says.
-    with hold_other_tensors(base, {"weight": nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)}):
-        original(self, base_layer, *args, **kwargs)
+
+@patch("peft.tuners.frod.model:FrodModel._init_frod_projections", "factorises shards")
+def start_from_all_layers(original: Callable, self: FrodModel, config: PeftConfig, adapter_name: str) -> None:
+    """Factorise the whole weights of all targets together."""
+    targets = [module for key, module in self.model.named_modules() if self._check_target_module_exists(config, key)]
+    with hold_whole_weights(*targets):
+        original(self, config, adapter_name)
 
 
 @patch("peft.tuners.lora.dora:DoraLinearLayer.update_layer", "reads norms off shards")
@@ -240,6 +263,12 @@ def _list_saved_names(model: PeftModel, state: ParallelState, embeddings: object
     """Return the names that peft takes of a state dict: adapters, and a vocabulary that was resized."""
     from peft import get_peft_model_state_dict
 
+    if has_whole_adapters(state):
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        places = {name for name, module in model.named_modules() if any(module is end for end in ends)}
+        # A method may compute from several tensors what it saves.
+        tensors = model.state_dict().items()
+        return {name for name, t in tensors if not isinstance(t, DTensor) or name.rpartition(".")[0] in places}
     with show_all_stages(model.get_base_model(), state), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they come when peft saves
         names = list(model.state_dict())
@@ -260,7 +289,8 @@ def set_state_dict(
     **kwargs: object,
 ) -> object:
     """Take this rank's part of every tensor of an adapter's file, in the order in which it is stored."""
-    shown = model if runtime.find_parallel_state(model) is None else _Uncut(model)
+    state = runtime.find_parallel_state(model)
+    shown = model if state is None or has_whole_adapters(state) else _Uncut(model)
     return original(shown, peft_model_state_dict, *args, **kwargs)
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Collection
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from hf_parallel.axes.tensor.vocab_parallel import VocabParallel, VocabParallelH
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, refuse_unpatched
 from hf_parallel.hooks.peft.placing import place_in_base
+from hf_parallel.hooks.peft.whole import make_parallel_below_wrappers
 from hf_parallel.model.anatomy import has_tied_embedding
 from hf_parallel.ranks.mesh import ParallelMesh
 
@@ -50,13 +52,68 @@ _WORKS = {
 }
 
 
-def check_tuner(tuner: BaseTuner, model: PreTrainedModel, config: LoraConfig, low_cpu_mem_usage: bool) -> None:
-    """Refuse adapters and settings that no layout keeps, before anything is changed."""
+#: Methods, and settings of LoRA, whose adapters data ranks keep whole: test_peft_kinds compares each with one process.
+_WHOLE_KINDS = {
+    *("ADALORA", "ADAMSS", "ADAPTION_PROMPT", "BEFT", "BOFT", "C3A", "CARTRIDGE", "DEFT", "DELORA", "FOURIERFT"),
+    *("FROD", "GLORA", "GRALORA", "HIRA", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "MISS", "OFT", "PROMPT_TUNING"),
+    *("MULTITASK_PROMPT_TUNING", "OSF", "P_TUNING", "PEANUT", "PREFIX_TUNING", "PSOFT", "RANDLORA", "ROAD"),
+    *("SHIRA", "SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT"),
+}
+_WHOLE_SETTINGS = {"alora_invocation_tokens", "kasa_config", "trainable_token_indices", "use_bdlora"}
+_WHOLE_STARTS = re.compile(r"mica|pissa_niter_\d+")
+
+
+def is_kept_whole(config: PeftConfig, base: nn.Module, mesh: ParallelMesh) -> bool:
+    """Return whether data ranks keep the adapters of a config whole, because nothing splits them.
+
+    Raises:
+        SpecError: nothing keeps them, or data ranks alone do, and the layout has other axes.
+    """
+    kind = config.peft_type.value
+    what, works = f"peft_type={kind}", "LoRA"
+    known = kind in _WHOLE_KINDS
+    if kind == "LORA":
+        unsplit = _find_unsplit_setting(cast("LoraConfig", config))
+        if unsplit is None:
+            return False
+        name, value = unsplit
+        what, works = f"LoraConfig({name}={value!r})", _WORKS.get(name, "its default")
+        known = name in _WHOLE_SETTINGS or (name == "init_lora_weights" and bool(_WHOLE_STARTS.fullmatch(str(value))))
+    if not known:
+        refuse(what, "not part of this version of hf_parallel", works)
+    for axis in ("tp", "pp", "cp", "ep"):
+        if (size := mesh.size(axis)) > 1:
+            refuse(f"{what} under {axis}_size={size}", "data ranks alone keep it", f"{works}, or {axis}_size=1,")
+    if getattr(base, "is_loaded_in_4bit", False):
+        refuse(f"{what} on a base of 4 bits", "not part of this version", works)
+    return True
+
+
+def _find_unsplit_setting(config: LoraConfig) -> tuple[str, object] | None:
+    """Return the first setting of LoRA of which it is not known how other axes than those of data ranks split it."""
+    default = type(config)()
+    for setting in dataclasses.fields(config):
+        value = getattr(config, setting.name)
+        if setting.name in _KEPT or value == getattr(default, setting.name):
+            continue
+        if setting.name != "init_lora_weights" or value not in _STARTS:
+            return setting.name, value
+    return None
+
+
+def check_tuner(
+    tuner: BaseTuner, model: PreTrainedModel, config: LoraConfig, low_cpu_mem_usage: bool, whole: bool
+) -> None:
+    """Refuse adapters and settings that no layout keeps, before anything is changed.
+
+    Args:
+        whole: data ranks keep the adapters whole.
+    """
     from peft import LoraModel
+    from peft.tuners.mixed import MixedModel
 
     refuse_unpatched("peft", "peft.utils.other", "peft.utils.save_and_load")
-    check_kind(config)
-    if type(tuner) is not LoraModel:
+    if isinstance(tuner, MixedModel) if whole else type(tuner) is not LoraModel:
         refuse(
             f"adapters of a {type(tuner).__name__}", "not part of this version", "get_peft_model without mixed=True"
         )
@@ -64,6 +121,8 @@ def check_tuner(tuner: BaseTuner, model: PreTrainedModel, config: LoraConfig, lo
         refuse("low_cpu_mem_usage=True", "adapters need values to be split", "False")
     if not hasattr(model, "base_model_prefix"):
         refuse(f"adapters on a {type(model).__name__}", "not part of this version", "a transformers model")
+    if whole:
+        return
     start, targets = config.init_lora_weights, config.target_parameters
     if getattr(model, "is_loaded_in_4bit", False):
         if config.use_dora:
@@ -78,21 +137,6 @@ def check_tuner(tuner: BaseTuner, model: PreTrainedModel, config: LoraConfig, lo
                 refuse("target_parameters", f"{name}.weight of 4 bits has another shape", "target_modules")
     if targets and start in ("pissa", "olora"):
         refuse(f"init_lora_weights={start!r}", "not with target_parameters", "True")
-    default = type(config)()
-    for setting in dataclasses.fields(config):
-        value = getattr(config, setting.name)
-        if setting.name in _KEPT or value == getattr(default, setting.name):
-            continue
-        if setting.name == "init_lora_weights" and value in _STARTS:
-            continue
-        works = _WORKS.get(setting.name, "its default")
-        refuse(f"LoraConfig({setting.name}={value!r})", "not part of this version of hf_parallel", works)
-
-
-def check_kind(config: PeftConfig) -> None:
-    """Refuse all but LoRA; some other methods look at weights, or put themselves in, before they could be seen."""
-    if config.peft_type.value != "LORA":
-        refuse(f"peft_type={config.peft_type.value}", "not part of this version", "LoRA")
 
 
 def check_copies(model: nn.Module, names: Collection[str], mesh: ParallelMesh) -> None:
@@ -175,12 +219,15 @@ def make_parallel_below(model: PreTrainedModel, parallelize: Callable[[nn.Module
 
     tuner = getattr(model, "base_model", model)
     configs = dict(model.peft_config)
-    for config in configs.values():
-        check_kind(config)
+    if any(config.peft_type.value != "LORA" or _find_unsplit_setting(config) for config in configs.values()):
+        make_parallel_below_wrappers(model, parallelize)
+        for config in configs.values():
+            is_kept_whole(config, model.get_base_model(), model.get_base_model()._hf_parallel.mesh)
+        return
     if not hasattr(tuner, "inject_adapter"):
         refuse("adapters of Transformers' add_adapter", "whole on every rank", "get_peft_model")
     for config in configs.values():
-        check_tuner(tuner, tuner.model, config, False)
+        check_tuner(tuner, tuner.model, config, False, False)
         if config.modules_to_save or any(getattr(module, "merged", False) for module in model.modules()):
             refuse(
                 "merged adapters, or modules_to_save",

@@ -15,7 +15,7 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.adapters import lora, lora_grid, lora_weights
 from hf_parallel.axes.adapters.four_bit import FourBit
 from hf_parallel.axes.data.parameters import add_late_parameters, remove_late_parameters
-from hf_parallel.axes.data.units import iterate_sharded_modules
+from hf_parallel.axes.data.units import WHOLE, iterate_sharded_modules
 from hf_parallel.axes.experts.layers import SharedOut
 from hf_parallel.axes.pipeline.stages import follow_wrappers
 from hf_parallel.axes.tensor.layers import TensorParallelLayer, get_local, hold_other_tensors
@@ -76,7 +76,7 @@ def place_in_base(model: PreTrainedModel, state: ParallelState) -> None:
     for copy in (copy for wrapper in wrappers for copy in wrapper.modules_to_save.values()):
         if state.mesh.config.sharing_size > 1 and not hasattr(copy, "_hf_parallel_placed"):
             for part in copy.modules():
-                _unshard(part, state)
+                unshard(part, state)
         copy._hf_parallel_placed = True
     around = {id(wrapper.original_module): wrapper for wrapper in wrappers}
     for stage in () if state.pipeline is None else state.pipeline.stages:
@@ -102,7 +102,7 @@ def place_in_base(model: PreTrainedModel, state: ParallelState) -> None:
         waiting.remove()
 
 
-def _unshard(module: nn.Module, state: ParallelState) -> None:
+def unshard(module: nn.Module, state: ParallelState) -> None:
     """Make parameters whole over the data ranks, and split over tp as they were. Collective over this stage."""
     for name, parameter in module._parameters.items():
         if isinstance(parameter, DTensor):
@@ -216,7 +216,7 @@ def merge(original: Callable, self: BaseTuner, *args: object, **kwargs: object) 
     """Change the stored parts, not gathered weights, in `merge_adapter` and `unmerge_adapter`."""
     state = runtime.find_parallel_state(self.model)
     if state is not None:
-        _check_merge(self.model, True, bool(bind_by_name(original, (self, *args), kwargs).get("safe_merge")))
+        _check_merge(self.model, state, True, bool(bind_by_name(original, (self, *args), kwargs).get("safe_merge")))
         for module in iterate_sharded_modules(state.root):
             module.reshard()  # weights gathered for a pass would hide the change
     original(self, *args, **kwargs)
@@ -229,7 +229,7 @@ def take_adapters_out(original: Callable, self: BaseTuner, *args: object, **kwar
     if state is None:
         return original(self, *args, **kwargs)
     safe_merge = bool(bind_by_name(original, (self, *args), kwargs).get("safe_merge"))
-    _check_merge(self.model, original.__name__ == "merge_and_unload", safe_merge)
+    _check_merge(self.model, state, original.__name__ == "merge_and_unload", safe_merge)
     for sharded in iterate_sharded_modules(state.root):
         sharded.reshard()
     wrappers = [module for module in self.model.modules() if _get_wrapped(module) is not None]
@@ -258,7 +258,12 @@ def _get_wrapped(module: nn.Module) -> nn.Module | None:
     return children.get("base_layer", children.get("original_module"))
 
 
-def _check_merge(model: nn.Module, merge: bool, safe_merge: bool) -> None:
+def _check_merge(model: nn.Module, state: ParallelState, merge: bool, safe_merge: bool) -> None:
+    if WHOLE in vars(state.root):
+        raise NotImplementedError(
+            "hf_parallel: adapters that data ranks keep whole are not merged into shards, nor taken out; save them, "
+            "then load and merge them in one process"
+        )
     if safe_merge:
         raise NotImplementedError("hf_parallel: safe_merge=True on a parallel model is not part of this version")
     variants = {type(v) for module in model.modules() for v in (getattr(module, "lora_variant", None) or {}).values()}

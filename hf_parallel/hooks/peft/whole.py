@@ -1,0 +1,147 @@
+"""PEFT's other methods, whose adapters every data rank keeps whole; their gradients are averaged.
+
+A method may read weights of the base when it makes a layer, and write to them, so each is made with whole weights:
+
+    weight of one target    gathered -> PEFT makes its layer -> what it wrote is kept in parts again
+    adapters, buffers       whole, with the first rank's values
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.data.parameters import send_from_first
+from hf_parallel.axes.data.units import WHOLE
+from hf_parallel.axes.data.whole import keep_whole
+from hf_parallel.axes.data.zero import gather_around
+from hf_parallel.checkpoint.slices import find_local_part, read_part
+from hf_parallel.hooks import runtime
+from hf_parallel.hooks.peft.placing import unshard
+from hf_parallel.ranks.local import get_local, hold_other_tensors
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTuner
+
+    from hf_parallel.apply.parallelize import ParallelState
+
+
+@contextlib.contextmanager
+def make_layers_of_whole_weights(tuner: BaseTuner) -> Iterator[None]:
+    """Let a tuner see whole weights of each module for which it makes a layer inside the `with`."""
+    create = tuner._create_and_replace
+
+    def create_of_whole(config: object, adapter_name: str, target: nn.Module, *args: object, **kwargs: object) -> None:
+        with hold_whole_weights(target):
+            create(config, adapter_name, target, *args, **kwargs)
+
+    vars(tuner)["_create_and_replace"] = create_of_whole
+    try:
+        yield
+    finally:
+        del vars(tuner)["_create_and_replace"]
+
+
+@contextlib.contextmanager
+def hold_whole_weights(*modules: nn.Module) -> Iterator[None]:
+    """Let modules and what is in them hold whole weights inside the `with`; keep what is written there. Collective."""
+    held: list[tuple[DTensor, nn.Parameter, tuple[int, int]]] = []
+    with contextlib.ExitStack() as stack:
+        for module in dict.fromkeys(inner for outer in modules for inner in outer.modules()):
+            whole: dict[str, nn.Parameter] = {}
+            for name, parameter in module._parameters.items():
+                if isinstance(parameter, DTensor):
+                    value = parameter.detach().full_tensor().clone()
+                    whole[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                    held.append((parameter, whole[name], (value.data_ptr(), whole[name]._version)))
+            stack.enter_context(hold_other_tensors(module, whole))
+        yield
+    for stored, changed, before in held:
+        if (changed.data_ptr(), changed._version) != before:
+            keep_written(stored, changed.detach())
+
+
+@torch.no_grad()
+def keep_written(parameter: DTensor, value: torch.Tensor) -> None:
+    """Keep this rank's part of the first rank's value. Devices may factorise in ways of their own."""
+    mesh = parameter.device_mesh
+    value = value.to(mesh.device_type, parameter.dtype)
+    send_from_first([value], list(mesh.get_all_groups()), value.device)
+    get_local(parameter).copy_(read_part(value, find_local_part(parameter)))
+
+
+def has_whole_adapters(state: ParallelState) -> bool:
+    """Return whether data ranks keep adapters of a parallel model whole."""
+    return WHOLE in vars(state.root)
+
+
+def list_own_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters and buffers of a model that are whole on this rank."""
+    return [tensor for tensor in (*model.parameters(), *model.buffers()) if not isinstance(tensor, DTensor)]
+
+
+def keep_adapters_whole(model: PeftModel, state: ParallelState, former: list[torch.Tensor]) -> None:
+    """Keep whole what has come into a model since it had the tensors `former`. Collective."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper
+
+    for layer in (module for module in model.modules() if isinstance(module, BaseTunerLayer)):
+        unit = layer.get_base_layer()
+        if isinstance(unit, FSDPModule):
+            gather_around(unit, layer)
+    for wrapper in (module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)):
+        for copy in wrapper.modules_to_save.values():
+            for part in copy.modules():
+                unshard(part, state)
+            copy._hf_parallel_placed = True
+    known = set(map(id, former))
+    new = [tensor for tensor in list_own_tensors(model) if id(tensor) not in known]
+    parameters = [tensor for tensor in new if isinstance(tensor, nn.Parameter)]
+    buffers = [tensor for tensor in new if not isinstance(tensor, nn.Parameter)]
+    keep_whole(state.root, state.mesh, parameters)
+    axes = state.mesh.sharing_mesh
+    groups = [axes.get_group(axis) for axis in range(axes.ndim) if axes.size(axis) > 1]
+    for buffer in buffers:
+        buffer.data = buffer.data.to(state.mesh.device)
+    send_from_first(buffers, groups, state.mesh.device)
+
+
+def make_parallel_below_wrappers(model: PeftModel, parallelize: Callable[[nn.Module], object]) -> None:
+    """Make a base parallel while its own layers stand where wrappers of PEFT were; then keep the adapters whole."""
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    if not isinstance(model, PeftModel) or any(
+        config.peft_type.value == "ADAPTION_PROMPT" for config in model.peft_config.values()
+    ):
+        refuse("adapters from before the layout was active", "whole on every rank", do="launch with --parallel first")
+    base = model.get_base_model()
+    places = [
+        (parent, name, child)
+        for parent in base.modules()
+        if not isinstance(parent, kinds)
+        for name, child in parent.named_children()
+        if isinstance(child, kinds)
+    ]
+    for parent, name, wrapper in places:
+        setattr(
+            parent, name, wrapper.get_base_layer() if isinstance(wrapper, BaseTunerLayer) else wrapper.original_module
+        )
+    former = [*base.parameters(), *base.buffers()]
+    parallelize(base)
+    state = runtime.find_parallel_state(base)
+    assert state is not None
+    former += [*base.parameters(), *base.buffers()]
+    for parent, name, wrapper in places:
+        setattr(parent, name, wrapper)
+    keep_adapters_whole(model, state, former)
