@@ -181,6 +181,14 @@ def test_adapters_from_before_the_layout(runs, tmp_path, spec):
     none(differences(run(call, 4, init=False), runs.reference(script), Tolerance()))
 
 
+@pytest.mark.parametrize(("start", "spec"), [("pissa", "tp=2"), ("olora", "dp_shard=2")])
+def test_adapters_from_before_the_layout_that_started_from_the_base(runs, tmp_path, start, spec):
+    """Their base is a rest already, which is not to be factorised again."""
+    script = Script(lora=lora("all-linear", init_lora_weights=start))
+    call = partial(train_adapted, spec, script, runs.initial("llama"), str(tmp_path))
+    none(differences(run(call, 2, init=False), runs.reference(script), Tolerance()))
+
+
 @pytest.mark.parametrize(
     ("model", "start", "spec"),
     [("phi3", "pissa", "tp=2,dp_shard=2"), ("gpt2", "pissa", "tp=2"), ("llama", "olora", "tp=2,pp=2")],

@@ -21,7 +21,7 @@ from hf_parallel.axes.adapters.four_bit import FourBit
 from hf_parallel.axes.tensor.layers import TensorParallelLayer
 from hf_parallel.axes.tensor.vocab_parallel import VocabParallel, VocabParallelHead
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.patching import patch, refuse_unpatched
+from hf_parallel.hooks.patching import patch, refuse_unpatched, replacing
 from hf_parallel.hooks.peft.placing import place_in_base
 from hf_parallel.hooks.peft.whole import make_parallel_below_wrappers
 from hf_parallel.model.anatomy import has_tied_embedding
@@ -241,8 +241,9 @@ def make_parallel_below(model: PreTrainedModel, parallelize: Callable[[nn.Module
     active, trains = list(tuner.active_adapters), any(p.requires_grad for p in model.parameters())
     tuner.unload()
     parallelize(tuner.model)
-    for name in configs:
-        tuner.inject_adapter(tuner.model, name)
+    for name, config in configs.items():
+        with replacing(config, init_lora_weights=True):  # the base is what an adapter that starts from it has left
+            tuner.inject_adapter(tuner.model, name)
         tuner._cast_adapter_dtype(adapter_name=name, autocast_adapter_dtype=True)
         state = runtime.find_parallel_state(tuner.model)
         assert state is not None
