@@ -56,7 +56,8 @@ def has_own_compute_loss(kind: type[Trainer]) -> bool:
     """Has a class of trainers a `compute_loss` of its own?"""
     from transformers import Trainer
 
-    return kind.compute_loss is not Trainer.compute_loss
+    replaced = getattr(Trainer.compute_loss, "__module__", None) != Trainer.__module__  # by a script, for all classes
+    return replaced or kind.compute_loss is not Trainer.compute_loss
 
 
 def does_keep_no_logits(kind: type) -> bool:

@@ -1,5 +1,7 @@
 """Losses and optimizers as scripts bring them: means of their own, optimizers made or prepared apart."""
 
+import types
+
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, default_data_collator
@@ -178,3 +180,57 @@ def separate(spec: str | None) -> float:
 def test_an_optimizer_prepared_later_still_trains(spec):
     alone = [run_alone(separate, None)]
     check_numbers([[loss] for loss in run(separate, 2, spec, init=False)], alone)
+
+
+def with_penalty(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    result = Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+    loss, outputs = result if return_outputs else (result, None)
+    loss = loss + 0.25
+    return (loss, outputs) if return_outputs else loss
+
+
+def mean_of_tokens(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    """As `MeanLoss`, for all trainers of the process."""
+    return MeanLoss.compute_loss(self, model, inputs, return_outputs)
+
+
+def assigned(spec, out, way):
+    """Train with a `compute_loss` that the script has put on the trainer, or on the class."""
+    data_ranks = activate(spec)
+    former = Trainer.compute_loss
+    if way == "class":
+        Trainer.compute_loss = mean_of_tokens
+    trainer, recorder = trainer_of(
+        models.build("llama"),
+        out,
+        data_ranks,
+        {"gradient_accumulation_steps": 2},
+        train_dataset=Rows(44, 11),
+        eval_dataset=Rows(13, 12),
+    )
+    if way == "method":
+        trainer.compute_loss = types.MethodType(with_penalty, trainer)
+    elif way == "around":
+        before = trainer.compute_loss
+        trainer.compute_loss = lambda *args, **kwargs: before(*args, **kwargs) + 0.25
+        trainer.eval_dataset = None
+    elif way == "class, late":
+        Trainer.compute_loss = mean_of_tokens
+    elif way == "step of a prediction":
+        step = trainer.prediction_step
+        trainer.prediction_step = lambda *args, **kwargs: step(*args, **kwargs)
+    elif way == "step of the class":
+        trainer.prediction_step = types.MethodType(Trainer.prediction_step, trainer)
+    try:
+        return fit(trainer, recorder, f"{out}/saved", predicts="step" in way)
+    finally:
+        Trainer.compute_loss = former
+
+
+WAYS = ("method", "around", "class", "class, late", "step of a prediction", "step of the class")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "pp=2"])
+def test_assigned_losses(runs, way, spec):
+    runs.compare(assigned, spec, way)

@@ -74,6 +74,8 @@ class TrainerRecord:
         rows_per_example: as the last full batch told, such as two in a batch of [chosen; rejected].
         loss_plans: the entries of a batch -> how the script's loss is scheduled; None if it needs whole batches.
         weighs: does the script weigh means by the count of targets itself? None: not seen yet.
+        computes: does the script's `compute_loss` run just now?
+        evaluates: does its `prediction_step`?
         told_unknown: has it been said that the script's loss is taken for a mean over rows?
         told_unreached: has it been said that steps of `profile_steps` come after the end?
         told_to_differ: metrics and wishes of callbacks of which it has been said that ranks differ.
@@ -95,6 +97,8 @@ class TrainerRecord:
     rows_per_example: int = 1
     loss_plans: dict[tuple[str, ...], Plan | None] = field(default_factory=dict)
     weighs: bool | None = None
+    computes: bool = False
+    evaluates: bool = False
     told_unknown: bool = False
     told_unreached: bool = False
     told_to_differ: set[str] = field(default_factory=set)

@@ -159,7 +159,14 @@ def tell_examples_apart(trainer: Trainer, batch: rows.Batch, each: int) -> tuple
 
 @patch("transformers.trainer:Trainer.evaluation_loop", "weighs batches that are split over ranks by whole ones")
 def evaluation_loop(original: Callable, self: Trainer, *args: object, **kwargs: object) -> object:
-    """With split_batches=True a data rank has a part of `per_device_eval_batch_size` examples, whose loss counts."""
+    """With split_batches=True a data rank has a part of `per_device_eval_batch_size` examples, whose loss counts.
+
+    Of what a script has assigned to its trainer by now, its loss and its step of a prediction, we take account.
+    """
+    losses.follow_assigned_loss(self)
+    assigned = vars(self)["prediction_step"]
+    if getattr(assigned, "func", None) is not evaluate_real_rows:
+        vars(self)["prediction_step"] = functools.partial(evaluate_real_rows, self, assigned)
     split, sizes = self.args.accelerator_config.split_batches, {}
     if split and runtime.mesh().data_size > 1:
         sizes["per_device_eval_batch_size"] = self.args.per_device_eval_batch_size // runtime.mesh().data_size
@@ -177,6 +184,8 @@ def evaluate_real_rows(
     **kwargs: object,
 ) -> object:
     """Evaluate only real rows of a ragged last batch, whatever it is that the script does with them."""
+    if record_of(self).evaluates:  # an assigned `prediction_step` calls the one that it has replaced
+        return original(model, inputs, prediction_loss_only, *args, **kwargs)
     hangs.mark_phase("evaluation")
     runtime.compare_batches(model, inputs, "evaluation")
     batch, blocks = tell_examples_apart(self, inputs, self.args.eval_batch_size)
@@ -196,7 +205,7 @@ def evaluate_real_rows(
         means.compute_in_scope(means.Scope(step.share)),
         replacing(runtime.current(), absent=step.real_rows == 0),
     )
-    with replacing(record_of(self), step=step), wants, scope, absent:
+    with replacing(record_of(self), step=step, evaluates=True), wants, scope, absent:
         loss, logits, labels = original(model, kept, prediction_loss_only, *args, **kwargs)
     logits, labels = rows.mark_per_example((logits, labels), rows.count_examples(kept, blocks) or 0)
     # The same on all ranks, whatever their batches hold: does the model read images or sounds beside words?

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import types
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,26 @@ def prepare_own_loss(trainer: Trainer) -> None:
         )
 
 
+def follow_assigned_loss(trainer: Trainer) -> None:
+    """Let a `compute_loss` that a script has assigned, to its trainer or to a class, be one of the trainer's class."""
+    known = vars(trainer)["compute_loss"]
+    is_ours = getattr(known, "func", None) is compute_loss
+    current = types.MethodType(type(trainer).compute_loss, trainer) if is_ours else known
+    if is_ours and current == known.args[1]:
+        return
+    if not is_ours:
+
+        @functools.wraps(current)
+        def call_assigned(self: Trainer, *args: object, **kwargs: object) -> object:
+            return current(*args, **kwargs)
+
+        kind: Any = type(trainer)
+        own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "compute_loss": call_assigned}
+        trainer.__class__ = type(kind.__name__, (kind,), own)
+    vars(trainer)["compute_loss"] = functools.partial(compute_loss, trainer, current)
+    prepare_own_loss(trainer)
+
+
 def is_own(trainer: Trainer) -> bool:
     """Return whether the script computes the loss, not the model."""
     given = trainer.compute_loss_func is not None or trainer.label_smoother is not None
@@ -106,6 +127,8 @@ def compute_loss(
     self: Trainer, own: Callable, model: PreTrainedModel, inputs: dict, *args: object, **kwargs: object
 ) -> object:
     """Return the loss as the model or the script computes it, without Trainer's factor for the number of processes."""
+    if record_of(self).computes:  # an assigned `compute_loss` calls the one that it has replaced
+        return own(model, inputs, *args, **kwargs)
     state = runtime.find_parallel_state(model)
     engine = state.pipeline if state is not None and is_own(self) else None
     call = functools.partial(_call_compute_loss, self, state, own, model, args=args, kwargs=kwargs)
@@ -247,7 +270,8 @@ def _call_compute_loss(
             kwargs = {**kwargs, "num_items_in_batch": count}
     unread = note_unread_logits(find_reader_of_logits(self, state) is None and not given.get("return_outputs"))
     counted_by = replacing(self.args, average_tokens_across_devices=whole)
-    with counted_by, means.compute_in_scope(scope), unread, trl.count_metrics_by_rows(self):
+    computing = replacing(record, computes=True)
+    with computing, counted_by, means.compute_in_scope(scope), unread, trl.count_metrics_by_rows(self):
         result = own(model, inputs, *args, **kwargs)
     loss, *outputs = result if isinstance(result, tuple) else (result,)
     loss = online.weigh_online_loss(self, loss, inputs)

@@ -289,7 +289,8 @@ def does_know_processes(trainer: Trainer) -> bool:
     from transformers import Trainer
 
     classes = type(trainer).__mro__
-    overrides = (vars(cls).get("compute_loss") for cls in classes[: classes.index(Trainer)])
+    last = classes.index(Trainer) + (vars(Trainer)["compute_loss"].__module__ != Trainer.__module__)
+    overrides = (vars(cls).get("compute_loss") for cls in classes[:last])
     for function in filter(None, overrides):  # a function, method, partial or callable object
         while isinstance(function, functools.partial):
             function = function.func

@@ -22,7 +22,7 @@ from hf_parallel.hooks import entries, hangs, report, restarts, runtime
 from hf_parallel.hooks.accelerate.processes import continue_stream
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft.adapters import load_adapter_weights
-from hf_parallel.hooks.trainer import bad_numbers, control, deal, joining, training
+from hf_parallel.hooks.trainer import bad_numbers, control, deal, joining, losses, training
 from hf_parallel.hooks.trainer.checkpoints import (
     Layout,
     get_inner_optimizer,
@@ -53,6 +53,7 @@ def train(
     trial, mesh = bind_by_name(original, (self, resume_from_checkpoint, *args), kwargs).get("trial"), runtime.mesh()
     if trial is not None and mesh.config.world_size > mesh.data_size:  # process 0 draws for all: several ranks are it
         refuse("hyperparameter_search", "ranks of one model would draw other trials", "a launch each")
+    losses.follow_assigned_loss(self)
     entries.begin(self.model, "trainer.train")
     with restarts.hold_own_folder(self) as run:
         chosen = _choose_checkpoint(self, resume_from_checkpoint, run)
