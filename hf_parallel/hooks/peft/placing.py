@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from hf_parallel.apply.parallelize import ParallelState
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.adapters import lora, lora_grid, lora_weights
 from hf_parallel.axes.adapters.four_bit import FourBit
 from hf_parallel.axes.data.parameters import add_late_parameters, remove_late_parameters
-from hf_parallel.axes.data.units import WHOLE, iterate_sharded_modules
+from hf_parallel.axes.data.units import iterate_sharded_modules
+from hf_parallel.axes.data.zero import gather_around
 from hf_parallel.axes.experts.layers import SharedOut
 from hf_parallel.axes.pipeline.stages import follow_wrappers
 from hf_parallel.axes.tensor.layers import TensorParallelLayer, get_local, hold_other_tensors
@@ -23,6 +25,7 @@ from hf_parallel.axes.tensor.tensor_parallel import SplitExperts, shard_paramete
 from hf_parallel.checkpoint.slices import find_local_part, read_part
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
+from hf_parallel.hooks.peft.whole import has_whole_adapters, merge_into_whole_weights, unshard
 from hf_parallel.model.calls import bind_by_name
 
 if TYPE_CHECKING:
@@ -100,18 +103,6 @@ def place_in_base(model: PreTrainedModel, state: ParallelState) -> None:
     waiting = model.__dict__.pop("_hf_parallel_unplaced", None)
     if waiting is not None:
         waiting.remove()
-
-
-def unshard(module: nn.Module, state: ParallelState) -> None:
-    """Make parameters whole over the data ranks, and split over tp as they were. Collective over this stage."""
-    for name, parameter in module._parameters.items():
-        if isinstance(parameter, DTensor):
-            axes = parameter.device_mesh.mesh_dim_names or ("",)
-            tp = [p for axis, p in zip(axes, parameter.placements, strict=True) if axis == "tp"]
-            whole_value = nn.Parameter(parameter.detach().full_tensor(), requires_grad=parameter.requires_grad)
-            module._parameters[name] = whole_value
-            if tp and isinstance(tp[0], Shard):
-                shard_parameter(module, name, state.mesh["tp"], tp[0].dim, state.mesh.device)
 
 
 def _split_adapter(name: str, wrapper: BaseTunerLayer, base: nn.Module, state: ParallelState) -> None:
@@ -219,7 +210,9 @@ def merge(original: Callable, self: BaseTuner, *args: object, **kwargs: object) 
         _check_merge(self.model, state, True, bool(bind_by_name(original, (self, *args), kwargs).get("safe_merge")))
         for module in iterate_sharded_modules(state.root):
             module.reshard()  # weights gathered for a pass would hide the change
-    original(self, *args, **kwargs)
+    whole = state is not None and has_whole_adapters(state)
+    with merge_into_whole_weights(self.model) if whole else contextlib.nullcontext():
+        original(self, *args, **kwargs)
 
 
 @patch("peft.tuners.tuners_utils:BaseTuner.{merge_and_unload,unload}", "leaves split layers without a way out")
@@ -234,11 +227,14 @@ def take_adapters_out(original: Callable, self: BaseTuner, *args: object, **kwar
         sharded.reshard()
     wrappers = [module for module in self.model.modules() if _get_wrapped(module) is not None]
     names = {id(module): name for name, module in self.model.named_modules()}
-    result = original(self, *args, **kwargs)
+    with merge_into_whole_weights(self.model) if has_whole_adapters(state) else contextlib.nullcontext():
+        result = original(self, *args, **kwargs)
     for wrapper in wrappers:
         inner = _get_wrapped(wrapper)
         if isinstance(inner, TensorParallelLayer):
             inner.adapted = False
+        if isinstance(inner, FSDPModule) and has_whole_adapters(state):
+            gather_around(inner, inner)
     # The stages hold the modules that now stand in the place of the wrappers.
     replaced = {id(wrapper): names[id(wrapper)] for wrapper in wrappers}
     for stage in () if state.pipeline is None else state.pipeline.stages:
@@ -259,11 +255,8 @@ def _get_wrapped(module: nn.Module) -> nn.Module | None:
 
 
 def _check_merge(model: nn.Module, state: ParallelState, merge: bool, safe_merge: bool) -> None:
-    if WHOLE in vars(state.root):
-        raise NotImplementedError(
-            "hf_parallel: adapters that data ranks keep whole are not merged into shards, nor taken out; save them, "
-            "then load and merge them in one process"
-        )
+    if has_whole_adapters(state):  # PEFT's own layers merge them into whole weights
+        return
     if safe_merge:
         raise NotImplementedError("hf_parallel: safe_merge=True on a parallel model is not part of this version")
     variants = {type(v) for module in model.modules() for v in (getattr(module, "lora_variant", None) or {}).values()}

@@ -9,22 +9,25 @@ A method may read weights of the base when it makes a layer, and write to them, 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.data.parameters import send_from_first
 from hf_parallel.axes.data.units import WHOLE
 from hf_parallel.axes.data.whole import keep_whole
 from hf_parallel.axes.data.zero import gather_around
+from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
 from hf_parallel.checkpoint.slices import find_local_part, read_part
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.peft.placing import unshard
+from hf_parallel.hooks.patching import replacing
 from hf_parallel.ranks.local import get_local, hold_other_tensors
 
 if TYPE_CHECKING:
@@ -53,7 +56,7 @@ def make_layers_of_whole_weights(tuner: BaseTuner) -> Iterator[None]:
 @contextlib.contextmanager
 def hold_whole_weights(*modules: nn.Module) -> Iterator[None]:
     """Let modules and what is in them hold whole weights inside the `with`; keep what is written there. Collective."""
-    held: list[tuple[DTensor, nn.Parameter, tuple[int, int]]] = []
+    held: list[tuple[DTensor, nn.Parameter]] = []
     with contextlib.ExitStack() as stack:
         for module in dict.fromkeys(inner for outer in modules for inner in outer.modules()):
             whole: dict[str, nn.Parameter] = {}
@@ -61,26 +64,62 @@ def hold_whole_weights(*modules: nn.Module) -> Iterator[None]:
                 if isinstance(parameter, DTensor):
                     value = parameter.detach().full_tensor().clone()
                     whole[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-                    held.append((parameter, whole[name], (value.data_ptr(), whole[name]._version)))
+                    held.append((parameter, whole[name]))
             stack.enter_context(hold_other_tensors(module, whole))
         yield
-    for stored, changed, before in held:
-        if (changed.data_ptr(), changed._version) != before:
-            keep_written(stored, changed.detach())
+    for stored, value in held:
+        _keep_written(stored, value.detach())
 
 
 @torch.no_grad()
-def keep_written(parameter: DTensor, value: torch.Tensor) -> None:
-    """Keep this rank's part of the first rank's value. Devices may factorise in ways of their own."""
-    mesh = parameter.device_mesh
-    value = value.to(mesh.device_type, parameter.dtype)
-    send_from_first([value], list(mesh.get_all_groups()), value.device)
-    get_local(parameter).copy_(read_part(value, find_local_part(parameter)))
+def _keep_written(parameter: DTensor, value: torch.Tensor) -> None:
+    """Keep this rank's part of the first rank's value, if it is another one: devices may factorise in their own ways.
+
+    The numbers themselves are compared, because a write to `weight.data` leaves no trace.
+    """
+    mesh, part = parameter.device_mesh, find_local_part(parameter)
+    value, own = value.to(mesh.device_type, parameter.dtype), get_local(parameter)
+    changed = torch.tensor(not torch.equal(read_part(value, part), own.to(value.device)), device=value.device).int()
+    for group in mesh.get_all_groups():
+        dist.all_reduce(changed, dist.ReduceOp.MAX, group)
+    if changed:
+        send_from_first([value], list(mesh.get_all_groups()), value.device)
+        own.copy_(read_part(value, part))
+
+
+@contextlib.contextmanager
+def merge_into_whole_weights(model: nn.Module) -> Iterator[None]:
+    """Let the layers of PEFT in a model merge, and take out again, with whole weights of one layer at a time."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    with contextlib.ExitStack() as stack:
+        for layer in (module for module in model.modules() if isinstance(module, BaseTunerLayer)):
+            own = {"merge": layer.merge, "unmerge": layer.unmerge}
+            calls = {name: functools.partial(_call_of_whole, layer, call) for name, call in own.items()}
+            stack.enter_context(replacing(layer, **calls))
+        yield
+
+
+def _call_of_whole(layer: nn.Module, call: Callable, *args: object, **kwargs: object) -> None:
+    with hold_whole_weights(layer):
+        call(*args, **kwargs)
 
 
 def has_whole_adapters(state: ParallelState) -> bool:
     """Return whether data ranks keep adapters of a parallel model whole."""
     return WHOLE in vars(state.root)
+
+
+def unshard(module: nn.Module, state: ParallelState) -> None:
+    """Make parameters whole over the data ranks, and split over tp as they were. Collective over this stage."""
+    for name, parameter in module._parameters.items():
+        if isinstance(parameter, DTensor):
+            axes = parameter.device_mesh.mesh_dim_names or ("",)
+            tp = [p for axis, p in zip(axes, parameter.placements, strict=True) if axis == "tp"]
+            whole_value = nn.Parameter(parameter.detach().full_tensor(), requires_grad=parameter.requires_grad)
+            module._parameters[name] = whole_value
+            if tp and isinstance(tp[0], Shard):
+                shard_parameter(module, name, state.mesh["tp"], tp[0].dim, state.mesh.device)
 
 
 def list_own_tensors(model: nn.Module) -> list[torch.Tensor]:
