@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from tests.outside.cases import TRAINER, Case
+from tests.outside.peft_examples import PEFT
 
 SPECS = ("tp=2", "pp=2", "dp_shard=2", "dp_shard=2,zero_stage=1", "cp=2")
 
@@ -646,4 +647,4 @@ EMBEDDING = {
         ),
     ),
 }
-ORIGINALS = {**INSTRUCTIONS, **EMBEDDING, **TRANSFORMERS, **ACCELERATE, **ALIGNING, **SENTENCES, **OTHERS}
+ORIGINALS = {**INSTRUCTIONS, **EMBEDDING, **TRANSFORMERS, **ACCELERATE, **ALIGNING, **SENTENCES, **PEFT, **OTHERS}
