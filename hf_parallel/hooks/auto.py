@@ -29,7 +29,7 @@ from hf_parallel.model.calls import bind_by_name
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
-    from peft import LoraConfig
+    from peft import PeftConfig
     from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 
     from hf_parallel.axes.axis import Packing
@@ -57,12 +57,12 @@ class _Shown:
 
     Attributes:
         arguments: the TrainingArguments that were made last.
-        rank: of the LoraConfig that was made last.
+        adapter: the config of PEFT that was made last.
     """
 
     waiting: Waiting | None = None
     arguments: TrainingArguments | None = None
-    rank: int = 0
+    adapter: PeftConfig | None = None
     undo_list: list[Undo] = field(default_factory=list)
 
 
@@ -93,7 +93,7 @@ def wait(
 
     runtime.connect_process_group()
     shown.waiting = Waiting(source, activate, cluster)
-    model, lora = "transformers.modeling_utils:PreTrainedModel.from_pretrained", "peft.tuners.lora.config:LoraConfig"
+    model = "transformers.modeling_utils:PreTrainedModel.from_pretrained"
     patches = [
         Patch("transformers.utils.hub:cached_files", around(cached_files), "waits for the Hub"),
         Patch("huggingface_hub.utils._http:http_backoff", around(ask_hub), "waits for the Hub", copies=True),
@@ -102,7 +102,7 @@ def wait(
         Patch("accelerate.accelerator:Accelerator.prepare", around(_choose_at_prepare), "shows a model of a loop"),
     ]
     shown.undo_list.extend(apply_patches(patches))
-    made = Patch(f"{lora}.__post_init__", around(_remember_lora_config), "shows adapters to come")
+    made = Patch("peft.config:PeftConfig.__post_init__", around(_remember_adapter), "shows adapters to come")
     shown.undo_list.append(apply_when_imported("peft", [made]))
 
 
@@ -117,8 +117,7 @@ def stop_waiting() -> None:
     """Forget what was asked for and undo the patches."""
     shown = of_session(_Shown)
     undo(shown.undo_list)
-    shown.waiting = shown.arguments = None
-    shown.rank = 0
+    shown.waiting = shown.arguments = shown.adapter = None
 
 
 def check_chosen() -> None:
@@ -156,9 +155,9 @@ def _choose_at_from_pretrained(
     return cls.from_pretrained(source, *args, **kwargs)  # the layout's own by now
 
 
-def _remember_lora_config(original: Callable, self: LoraConfig) -> None:
+def _remember_adapter(original: Callable, self: PeftConfig) -> None:
     original(self)
-    of_session(_Shown).rank = int(self.r)
+    of_session(_Shown).adapter = self
 
 
 def _choose_at_trainer(
@@ -197,6 +196,8 @@ def _choose_at_prepare(original: Callable, self: Accelerator, *args: Any, **kwar
 def _describe_model(model: object, lowered: str | None, reader: str | None) -> Shown:
     dtype = next((p.dtype for p in getattr(model, "parameters", list)() if p.is_floating_point()), None)
     adapters = (getattr(model, "peft_config", None) or {}).values()
+    for adapter in adapters:
+        of_session(_Shown).adapter = adapter
     rank = max((int(getattr(one, "r", 0) or 0) for one in adapters), default=0)
     return Shown(getattr(model, "config", model), dtype, lowered, rank, reader=reader)
 
@@ -268,6 +269,7 @@ def _find_best(shown: Shown, devices: list[Device]) -> Chosen:
     """
     import torch.distributed as dist
 
+    from hf_parallel.hooks.peft.before import are_adapters_kept_whole
     from hf_parallel.hooks.trainer import joining
     from hf_parallel.planner.detect import detect
     from hf_parallel.planner.groups import MixedCluster, find_machines_of_ranks
@@ -298,8 +300,16 @@ def _find_best(shown: Shown, devices: list[Device]) -> Chosen:
         "whole_logits": shown.reader is not None,
     }
     takes = options["accept"]
-    # A start has to write what its layout offloads; a planned layout may leave the folder to its user.
-    options["accept"] = lambda layout: offload_folder(layout.offload) != FOLDER_TO_NAME and takes(layout)
+    adapter = of_session(_Shown).adapter
+    whole = adapter is not None and are_adapters_kept_whole(adapter)
+
+    def accept(layout: ParallelConfig) -> bool:
+        if whole and max(layout.tp_size, layout.pp_size, layout.ep_size) > 1:
+            return False
+        # A start has to write what its layout offloads; a planned layout may leave the folder to its user.
+        return offload_folder(layout.offload) != FOLDER_TO_NAME and takes(layout)
+
+    options["accept"] = accept
     if isinstance(cluster, MixedCluster):
         return _find_best_of_groups(cluster, batch, options)
     found = search(cluster=cluster, **options)
@@ -538,7 +548,7 @@ def read_script_batch(
         seq=min(lengths[0] if lengths else _LONGEST_ASSUMED, longest),
         precision=name_precision_of(dtype or getattr(config, "dtype", None), lowered),
         optimizer=name_optimizer_of(str(said("optim", "adamw"))),
-        lora=of_session(_Shown).rank or rank,
+        lora=int(getattr(of_session(_Shown).adapter, "r", 0) or 0) or rank,
         documents=is_on("padding_free") or (is_on("packing") and said("packing_strategy", "bfd") != "wrapped"),
     )
 

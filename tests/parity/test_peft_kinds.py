@@ -1,4 +1,4 @@
-"""PEFT's other methods: data ranks keep their adapters whole, with the numbers of one process; other axes are refused.
+"""PEFT's other methods: ranks keep their adapters whole, with the numbers of one process; tp and pp are refused.
 
 Each is put on a base that is sharded already. Methods that draw numbers per process, or read its whole batch, are
 refused, as nothing can be compared.
@@ -15,7 +15,7 @@ pytest.importorskip("peft")
 
 import hf_parallel
 from hf_parallel.ask.config import SpecError
-from hf_parallel.hooks.peft.before import _WHOLE_KINDS, is_kept_whole
+from hf_parallel.hooks.peft.before import _OF_WHOLE_SEQUENCES, _WHOLE_KINDS, is_kept_whole
 from tests import models
 from tests.counting import CountCollectives
 from tests.distributed import run
@@ -26,6 +26,8 @@ from tests.training import activate, fit, none, trainer_of, weight_differences
 TARGETS = {"target_modules": ["q_proj", "o_proj", "down_proj"]}
 #: Methods that put prompts before the tokens or adapt whole attention modules: PEFT merges none of them.
 _UNMERGED = {"ADAPTION_PROMPT", "CARTRIDGE", "MULTITASK_PROMPT_TUNING", "PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING"}
+#: The token that calls an activated LoRA.
+CALL = 7
 PROMPTS = {"num_virtual_tokens": 3}
 #: What the config of a method is made with; the others have `TARGETS`.
 SETTINGS = {
@@ -42,18 +44,18 @@ SETTINGS = {
     "PROMPT_TUNING": PROMPTS,
     "P_TUNING": {**PROMPTS, "encoder_hidden_size": 15},
     "RANDLORA": {**TARGETS, "r": 5},
-    "TRAINABLE_TOKENS": {"target_modules": ["embed_tokens"], "token_indices": [1, 3, 4]},
+    "TRAINABLE_TOKENS": {"target_modules": ["embed_tokens"], "token_indices": list(range(40))},
     "VBLORA": {**TARGETS, "vector_length": 4, "num_vectors": 15},
 }
 BLOCKS = {"target_modules_bd_a": ["q_proj", "down_proj"], "target_modules_bd_b": ["o_proj"]}
 #: Settings of LoRA that data ranks alone keep.
 LORA = {
-    "activated": {"alora_invocation_tokens": [1]},
+    "activated": {"alora_invocation_tokens": [CALL]},
     "block diagonal": {"use_bdlora": {"nblocks": 2, **BLOCKS}},
     "kasa": {"kasa_config": {"beta": 0.1, "gamma": 0.1}},
     "mica": {"init_lora_weights": "mica"},
     "pissa by iterations": {"init_lora_weights": "pissa_niter_4"},
-    "tokens": {"trainable_token_indices": [1, 3, 4]},
+    "tokens": {"trainable_token_indices": list(range(40))},
 }
 #: Weights of a method that is steep at its start, as its norms of 7,000 and 25 are: 3 steps at a rate of 1e-3.
 STEEP = {"DELORA", "RANDLORA", "WAVEFT"}
@@ -85,6 +87,18 @@ def with_tasks(rows):
     return {**pad(rows), "task_ids": torch.tensor([int(row["input_ids"][0]) % 2 for row in rows])}
 
 
+def with_calls(rows):
+    """A batch of which three in four examples call an activated LoRA somewhere."""
+    for row in rows:
+        first = int(row["input_ids"][0])
+        if first % 4:
+            row["input_ids"][1 + first % 5] = CALL
+    return pad(rows)
+
+
+COLLATORS = {"MULTITASK_PROMPT_TUNING": with_tasks, "activated": with_calls}
+
+
 def adapted(spec, out, kind, folder, before=False, **changes):
     """Train an adapter of a kind: two batches a step, of unlike lengths, the last one ragged."""
     from peft import get_peft_model
@@ -104,14 +118,22 @@ def adapted(spec, out, kind, folder, before=False, **changes):
         kind=Regularised if kind == "kasa" else Trainer,
         train_dataset=rows,
         eval_dataset=held_out,
-        data_collator=with_tasks if kind == "MULTITASK_PROMPT_TUNING" else pad,
+        data_collator=COLLATORS.get(kind, pad),
     )
-    return fit(trainer, recorder, f"{out}/saved")
+    outcome = fit(trainer, recorder, f"{out}/saved")
+    assert all(logs["grad_norm"] > 0 for logs in outcome.logs)
+    return outcome
 
 
 @pytest.mark.parametrize("kind", sorted([*_WHOLE_KINDS, *LORA]))
 @pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2", "dp_replicate=2,dp_shard=2"])
 def test_as_in_one_process(runs, kind, spec):
+    runs.compare(adapted, spec, kind, runs.initial("llama", num_hidden_layers=3))
+
+
+@pytest.mark.parametrize("kind", sorted({*_WHOLE_KINDS, *LORA} - {*_OF_WHOLE_SEQUENCES, "activated"}))
+@pytest.mark.parametrize("spec", ["cp=2", "cp=2,dp_shard=2"])
+def test_parts_of_sequences(runs, kind, spec):
     runs.compare(adapted, spec, kind, runs.initial("llama", num_hidden_layers=3))
 
 
@@ -241,11 +263,11 @@ def refused(spec):
     found = {}
     model = AutoModelForCausalLM.from_config(models.llama())
     names = [kind.value for kind in mapping.PEFT_TYPE_TO_CONFIG_MAPPING if kind.value not in ("LORA", "CPT", "XLORA")]
-    for name in (name for name in names if spec != "dp_shard=2" or name not in _WHOLE_KINDS):
-        config = mapping.PEFT_TYPE_TO_CONFIG_MAPPING[name](task_type="CAUSAL_LM", **SETTINGS.get(name, {}))
-        found[name] = refusal_of(lambda config=config: get_peft_model(model, config))
-    for name in LORA if spec != "dp_shard=2" else ():
-        found[name] = refusal_of(lambda name=name: get_peft_model(model, config_of(name)))
+    kept = {"dp_shard": {*_WHOLE_KINDS, *LORA}, "cp": {*_WHOLE_KINDS, *LORA} - {*_OF_WHOLE_SEQUENCES, "activated"}}
+    for name in (name for name in (*names, *LORA) if name not in kept.get(spec.partition("=")[0], ())):
+        config = mapping.PEFT_TYPE_TO_CONFIG_MAPPING.get(name)
+        made = config_of(name) if name in LORA else config(task_type="CAUSAL_LM", **SETTINGS.get(name, {}))
+        found[name] = refusal_of(lambda made=made: get_peft_model(model, made))
     mixed = refusal_of(lambda: get_peft_model(model, LoraConfig(target_modules=["q_proj"]), mixed=True))
     return found, mixed
 
@@ -254,7 +276,9 @@ def refused(spec):
 def test_what_is_refused_by_name(spec):
     found, mixed = run(partial(refused, spec), 2, init=False)[0]
     axis = spec.partition("=")[0]
-    assert len(found) > (2 if axis == "dp_shard" else 40)
+    assert len(found) > (40 if axis in ("tp", "pp") else 2)
+    if axis == "cp":
+        assert {"CARTRIDGE", "PREFIX_TUNING", "activated"} <= found.keys()
     for name, text in found.items():
         wanted = "LoraConfig(" if name in LORA else f"peft_type={name}"
         assert wanted in text

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.hooks import auto
 from hf_parallel.planner import make_cluster
 from hf_parallel.planner.advice import list_reasons
@@ -119,3 +120,37 @@ def test_a_lora_config_made_before_the_model_is_counted(runs, tmp_path):
     assert any("adapters of rank 5" in line for line in lines)
     assert any("activation_checkpointing=" in line for line in lines)
     assert any("attention=auto is sdpa: the model's own, where there is no CUDA device" in line for line in lines)
+
+
+def accepted(folder: str, kind: str) -> list[bool]:
+    """Which layouts auto may choose once a script has made an adapter's config: over data ranks, tp, pp."""
+    from peft import IA3Config, LoraConfig
+    from transformers import AutoModelForCausalLM
+
+    from hf_parallel.hooks import activation
+    from hf_parallel.planner import search
+
+    def find(**options: object) -> None:
+        specs = ("dp_shard=2", "tp=2", "pp=2")
+        raise LookupError([options["accept"](ParallelConfig.parse(spec)) for spec in specs])
+
+    search.search, auto.make_engine_options = find, lambda *args: {"accept": lambda layout: True}
+    activation.activate("auto", source="the test")
+    made = {
+        "lora": lambda: LoraConfig(target_modules="all-linear"),
+        "mica": lambda: LoraConfig(target_modules="all-linear", init_lora_weights="mica"),
+        "ia3": IA3Config,
+    }[kind]()
+    assert made
+    try:
+        AutoModelForCausalLM.from_pretrained(folder)
+    except LookupError as found:
+        return found.args[0]
+    raise AssertionError("auto did not choose")
+
+
+@pytest.mark.parametrize("kind", ["lora", "mica", "ia3"])
+def test_adapters_that_tp_and_pp_refuse(runs, kind):
+    """A layout that splits layers would be refused when the adapters come."""
+    pytest.importorskip("peft")
+    assert run(accepted, 2, runs.initial("llama"), kind)[0] == [True, kind == "lora", kind == "lora"]

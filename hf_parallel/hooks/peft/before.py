@@ -59,8 +59,15 @@ _WHOLE_KINDS = {
     *("MULTITASK_PROMPT_TUNING", "OSF", "P_TUNING", "PEANUT", "PREFIX_TUNING", "PSOFT", "RANDLORA", "ROAD"),
     *("SHIRA", "SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT"),
 }
+#: Methods that put keys and values before those of the tokens, which ranks of `cp` do not know of.
+_OF_WHOLE_SEQUENCES = {"CARTRIDGE", "PREFIX_TUNING"}
 _WHOLE_SETTINGS = {"alora_invocation_tokens", "kasa_config", "trainable_token_indices", "use_bdlora"}
 _WHOLE_STARTS = re.compile(r"mica|pissa_niter_\d+")
+
+
+def are_adapters_kept_whole(config: PeftConfig) -> bool:
+    """Return whether no layout splits the adapters of a config, or none has them at all."""
+    return config.peft_type.value != "LORA" or _find_unsplit_setting(cast("LoraConfig", config)) is not None
 
 
 def is_kept_whole(config: PeftConfig, base: nn.Module, mesh: ParallelMesh) -> bool:
@@ -81,9 +88,11 @@ def is_kept_whole(config: PeftConfig, base: nn.Module, mesh: ParallelMesh) -> bo
         known = name in _WHOLE_SETTINGS or (name == "init_lora_weights" and bool(_WHOLE_STARTS.fullmatch(str(value))))
     if not known:
         refuse(what, "not part of this version of hf_parallel", works)
-    for axis in ("tp", "pp", "cp", "ep"):
+    whole_sequences = kind in _OF_WHOLE_SEQUENCES or getattr(config, "alora_invocation_tokens", None) is not None
+    for axis in ("tp", "pp", "ep", *(["cp"] if whole_sequences else [])):
         if (size := mesh.size(axis)) > 1:
-            refuse(f"{what} under {axis}_size={size}", "data ranks alone keep it", f"{works}, or {axis}_size=1,")
+            why = "it goes by the places of whole sequences" if axis == "cp" else "data ranks alone keep it"
+            refuse(f"{what} under {axis}_size={size}", why, f"{works}, or {axis}_size=1,")
     if getattr(base, "is_loaded_in_4bit", False):
         refuse(f"{what} on a base of 4 bits", "not part of this version", works)
     return True
@@ -219,7 +228,7 @@ def make_parallel_below(model: PreTrainedModel, parallelize: Callable[[nn.Module
 
     tuner = getattr(model, "base_model", model)
     configs = dict(model.peft_config)
-    if any(config.peft_type.value != "LORA" or _find_unsplit_setting(config) for config in configs.values()):
+    if any(map(are_adapters_kept_whole, configs.values())):
         make_parallel_below_wrappers(model, parallelize)
         for config in configs.values():
             is_kept_whole(config, model.get_base_model(), model.get_base_model()._hf_parallel.mesh)
