@@ -21,6 +21,7 @@ class Layout:
         small: activation offload takes tensors of so many bytes, as those of tiny models are.
         padded: the batch has a padding mask with zeros.
         packed: each row is a pack of two documents.
+        adapter: one of `ADAPTERS` in steps.py.
         resized: the vocabulary has seven new tokens, whose rows are drawn.
     """
 
@@ -31,7 +32,7 @@ class Layout:
     dtype: str = "float32"
     autocast: bool = False
     scaler: bool = False
-    lora: bool = False
+    adapter: str = ""
     optimizer: str = "sgd"
     accumulate: int = 1
     evaluate: bool = False
@@ -49,8 +50,8 @@ class Layout:
     def name(self) -> str:
         """`tp2_pp2-bf16`: what `-k` selects."""
         marks = [self.model] if self.model != "llama" else []
-        named = ("autocast", "scaler", "lora", "evaluate", "padded", "packed", "resized")
-        marks += [name for name in named if getattr(self, name)]
+        named = ("autocast", "scaler", "evaluate", "padded", "packed", "resized")
+        marks += [name for name in named if getattr(self, name)] + [self.adapter] * bool(self.adapter)
         marks += [self.optimizer] if self.optimizer not in ("sgd", "adamw") else []
         marks += ["bf16"] if self.dtype == "bfloat16" else []
         marks += [f"{self.accumulate}steps"] if self.accumulate > 1 else []
@@ -187,7 +188,13 @@ EXPERTS = [
     Layout("dp_shard=2,ep=2,pp=2", 16, _SIZES_OF_PARTS, model="qwen3_moe"),
     Layout("tp=2", 1, _UNEVEN, model="qwen3_moe"),
 ]
-ADAPTERS = [Layout("tp=2", 1, _UNEVEN, lora=True), Layout("dp_shard=2", lora=True)]
+ADAPTERS = [
+    Layout("tp=2", 1, _UNEVEN, adapter="lora"),
+    Layout("dp_shard=2", adapter="lora"),
+    Layout("dp_shard=2", adapter="vera"),
+    Layout("dp_shard=2,dp_replicate=2", adapter="oft", accumulate=2),
+    Layout("cp=2,dp_shard=1", 2, _DOCUMENTS, adapter="mica"),
+]
 PRECISION = [
     Layout("dp_shard=2", autocast=True),
     Layout("tp=2", 1, _UNEVEN, autocast=True),

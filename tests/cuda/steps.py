@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, OFTConfig, VeraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import hf_parallel
@@ -51,6 +51,15 @@ class Counter(Protocol):
     def __exit__(self, *error: Any) -> None: ...
 
 
+#: The adapters of `Layout.adapter`.
+ADAPTERS: dict[str, tuple[type, dict[str, object]]] = {
+    "lora": (LoraConfig, {"r": 4}),
+    "mica": (LoraConfig, {"r": 4, "init_lora_weights": "mica"}),
+    "vera": (VeraConfig, {"r": 4, "d_initial": 1.0}),
+    "oft": (OFTConfig, {"oft_block_size": 4}),
+}
+
+
 @dataclass
 class Run(Counted):
     """What one rank did: losses of each step, the last norm, and what happened in the last step."""
@@ -67,7 +76,7 @@ def reference_key(layout: Layout) -> tuple:
         layout.dtype,
         layout.autocast,
         layout.scaler,
-        layout.lora,
+        layout.adapter,
         layout.optimizer,
         layout.accumulate,
     )
@@ -137,9 +146,10 @@ def _built(layout: Layout, spec: str | None, device: torch.device) -> tuple:
         model.resize_token_embeddings(model.config.vocab_size + 7, mean_resizing=False)
     if spec is None:
         model.to(device)
-    if layout.lora:
+    if layout.adapter:
         torch.manual_seed(3)
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
+        made, settings = ADAPTERS[layout.adapter]
+        model = get_peft_model(model, made(target_modules=["q_proj", "v_proj", "down_proj"], **settings))
     return model, share, shares, group
 
 
