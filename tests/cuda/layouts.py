@@ -194,6 +194,7 @@ ADAPTERS = [
     Layout("dp_shard=2", adapter="vera"),
     Layout("dp_shard=2,dp_replicate=2", adapter="oft", accumulate=2),
     Layout("cp=2,dp_shard=1", 2, _DOCUMENTS, adapter="mica"),
+    Layout("dp_shard=2,offload=cpu", 23, _HOST_GRADIENTS, optimizer="adamw", adapter="mica"),
 ]
 PRECISION = [
     Layout("dp_shard=2", autocast=True),

@@ -28,7 +28,8 @@ from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
 from hf_parallel.checkpoint.slices import find_local_part, read_part
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import replacing
-from hf_parallel.ranks.local import get_local, hold_other_tensors
+from hf_parallel.ranks.local import hold_other_tensors
+from hf_parallel.ranks.mesh import get_stored, place_as
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -62,7 +63,7 @@ def hold_whole_weights(*modules: nn.Module) -> Iterator[None]:
             whole: dict[str, nn.Parameter] = {}
             for name, parameter in module._parameters.items():
                 if isinstance(parameter, DTensor):
-                    value = parameter.detach().full_tensor().clone()
+                    value = _gather_on_device(parameter).clone()
                     whole[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
                     held.append((parameter, whole[name]))
             stack.enter_context(hold_other_tensors(module, whole))
@@ -72,13 +73,19 @@ def hold_whole_weights(*modules: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
+def _gather_on_device(parameter: DTensor) -> torch.Tensor:
+    """Return a whole parameter on the device, also of one that rests on the host. Collective."""
+    return place_as(parameter, get_stored(parameter).to(parameter.device_mesh.device_type)).full_tensor()
+
+
+@torch.no_grad()
 def _keep_written(parameter: DTensor, value: torch.Tensor) -> None:
     """Keep this rank's part of the first rank's value, if it is another one: devices may factorise in their own ways.
 
     The numbers themselves are compared, because a write to `weight.data` leaves no trace.
     """
     mesh, part = parameter.device_mesh, find_local_part(parameter)
-    value, own = value.to(mesh.device_type, parameter.dtype), get_local(parameter)
+    value, own = value.to(mesh.device_type, parameter.dtype), get_stored(parameter)
     changed = torch.tensor(not torch.equal(read_part(value, part), own.to(value.device)), device=value.device).int()
     for group in mesh.get_all_groups():
         dist.all_reduce(changed, dist.ReduceOp.MAX, group)
@@ -116,7 +123,7 @@ def unshard(module: nn.Module, state: ParallelState) -> None:
         if isinstance(parameter, DTensor):
             axes = parameter.device_mesh.mesh_dim_names or ("",)
             tp = [p for axis, p in zip(axes, parameter.placements, strict=True) if axis == "tp"]
-            whole_value = nn.Parameter(parameter.detach().full_tensor(), requires_grad=parameter.requires_grad)
+            whole_value = nn.Parameter(_gather_on_device(parameter), requires_grad=parameter.requires_grad)
             module._parameters[name] = whole_value
             if tp and isinstance(tp[0], Shard):
                 shard_parameter(module, name, state.mesh["tp"], tp[0].dim, state.mesh.device)
