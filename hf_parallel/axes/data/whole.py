@@ -50,7 +50,7 @@ class WholeParameters:
         for parameter in new:
             parameter.data = parameter.data.to(self._device)
             self._parameters[parameter] = None
-            if parameter.is_floating_point():
+            if parameter.is_floating_point() and self._groups:
                 trains = parameter.requires_grad  # torch takes hooks of what trains alone
                 parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._note)
                 parameter.requires_grad_(trains)
