@@ -157,10 +157,14 @@ def test_settings_of_trainer(runs, kind, changes):
     runs.compare(partial(adapted, **changes), "dp_shard=2", kind, runs.initial("llama", num_hidden_layers=3))
 
 
-@pytest.mark.parametrize(
-    "spec", ["dp_shard=2,zero_stage=2", "dp_shard=2,zero_stage=1,dp_replicate=2", "dp_shard=2,offload=cpu"]
+KEYS = (
+    *("dp_shard=2,zero_stage=2", "dp_shard=2,zero_stage=1,dp_replicate=2", "dp_shard=2,offload=cpu"),
+    *("dp_shard=2,offload=optimizer", "dp_shard=2,activation_checkpointing=full", "dp_shard=2,batch_shares=3:1"),
 )
-def test_stages_of_zero(runs, spec):
+
+
+@pytest.mark.parametrize("spec", KEYS)
+def test_keys(runs, spec):
     runs.compare(adapted, spec, "HRA", runs.initial("llama", num_hidden_layers=3))
 
 
