@@ -99,7 +99,7 @@ def with_calls(rows):
 COLLATORS = {"MULTITASK_PROMPT_TUNING": with_tasks, "activated": with_calls}
 
 
-def adapted(spec, out, kind, folder, before=False, **changes):
+def adapted(spec, out, kind, folder, before=False, second=False, **changes):
     """Train an adapter of a kind: two batches a step, of unlike lengths, the last one ragged."""
     from peft import get_peft_model
 
@@ -107,6 +107,9 @@ def adapted(spec, out, kind, folder, before=False, **changes):
     model = AutoModelForCausalLM.from_pretrained(folder)
     torch.manual_seed(models.SEED)
     model = get_peft_model(model, config_of(kind))
+    if second:
+        model.add_adapter("second", config_of(kind))
+        model.set_adapter("second")
     data_ranks = activate(spec) if before else data_ranks
     settings = {"gradient_accumulation_steps": 2, "learning_rate": 1e-3 if kind in STEEP else 1e-2, **changes}
     rows, held_out = (data("llama", count, seed, uneven_lengths=True) for count, seed in ((44, 11), (13, 12)))
@@ -141,6 +144,14 @@ def test_parts_of_sequences(runs, kind, spec):
 def test_from_before_the_layout(runs, kind):
     """As by a script that names the layout in its arguments."""
     runs.compare(partial(adapted, before=True), "dp_shard=2", kind, runs.initial("llama", num_hidden_layers=3))
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("kind", ["OFT", "VERA", "mica", "PROMPT_TUNING"])
+def test_a_second_adapter(runs, kind, before):
+    folder = runs.initial("llama", num_hidden_layers=3)
+    ranks = runs.compare(partial(adapted, second=True, before=before), "dp_shard=2", kind, folder)
+    assert all("second" in key for key in ranks[0].gradient_keys[0])
 
 
 @pytest.mark.parametrize("kind", ["OFT", "P_TUNING", "TRAINABLE_TOKENS"])

@@ -176,9 +176,18 @@ def start_from_base(original: Callable, self: LoraLayer, adapter_name: str, *arg
 
 
 @patch("peft.peft_model:PeftModel.add_adapter", "leaves adapters whole on every rank")
-def add_adapter(original: Callable, self: PeftModel, *args: object, **kwargs: object) -> None:
-    """Split the new adapters."""
-    original(self, *args, **kwargs)
+def add_adapter(
+    original: Callable, self: PeftModel, adapter_name: str, peft_config: PeftConfig, *args: object, **kwargs: object
+) -> None:
+    """Split the new adapters, or keep them whole."""
+    if not self.peft_config:  # prompts come first in here, and `init_model` keeps them
+        original(self, adapter_name, peft_config, *args, **kwargs)
+        return
+    base = self.get_base_model()
+    state, former = runtime.find_parallel_state(base), list_own_tensors(self)
+    original(self, adapter_name, peft_config, *args, **kwargs)
+    if state is not None and peft_settings.is_kept_whole(peft_config, base, state.mesh):
+        keep_adapters_whole(self, state, former)
     place_adapters(self)
 
 
