@@ -20,11 +20,11 @@ from hf_parallel.axes.data.units import WHOLE
 from hf_parallel.ranks.mesh import ParallelMesh
 
 
-def keep_whole(root: nn.Module, mesh: ParallelMesh, parameters: Iterable[nn.Parameter]) -> None:
-    """Keep parameters, below `root` or beside it, whole on all data ranks: those of the first one. Collective."""
+def keep_whole(root: nn.Module, mesh: ParallelMesh, tensors: Iterable[torch.Tensor]) -> None:
+    """Keep parameters and buffers, below `root` or beside it, whole on all data ranks: the first one's. Collective."""
     if WHOLE not in vars(root):
         vars(root)[WHOLE] = WholeParameters(root, mesh)
-    vars(root)[WHOLE].add(parameters)
+    vars(root)[WHOLE].add(tensors)
 
 
 class WholeParameters:
@@ -44,11 +44,12 @@ class WholeParameters:
     def __contains__(self, parameter: object) -> bool:
         return parameter in self._parameters
 
-    def add(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Keep these, too."""
-        new = [parameter for parameter in parameters if parameter not in self._parameters]
-        for parameter in new:
-            parameter.data = parameter.data.to(self._device)
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Keep these, too. Buffers take the first rank's values, and no more."""
+        new = [tensor for tensor in tensors if tensor not in self._parameters]
+        for tensor in new:
+            tensor.data = tensor.data.to(self._device)
+        for parameter in (tensor for tensor in new if isinstance(tensor, nn.Parameter)):
             self._parameters[parameter] = None
             if parameter.is_floating_point() and self._groups:
                 trains = parameter.requires_grad  # torch takes hooks of what trains alone

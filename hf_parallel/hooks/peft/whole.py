@@ -149,15 +149,7 @@ def keep_adapters_whole(model: PeftModel, state: ParallelState, former: list[tor
                 unshard(part, state)
             copy._hf_parallel_placed = True
     known = set(map(id, former))
-    new = [tensor for tensor in list_own_tensors(model) if id(tensor) not in known]
-    parameters = [tensor for tensor in new if isinstance(tensor, nn.Parameter)]
-    buffers = [tensor for tensor in new if not isinstance(tensor, nn.Parameter)]
-    keep_whole(state.root, state.mesh, parameters)
-    axes = state.mesh.sharing_mesh
-    groups = [axes.get_group(axis) for axis in range(axes.ndim) if axes.size(axis) > 1]
-    for buffer in buffers:
-        buffer.data = buffer.data.to(state.mesh.device)
-    send_from_first(buffers, groups, state.mesh.device)
+    keep_whole(state.root, state.mesh, (tensor for tensor in list_own_tensors(model) if id(tensor) not in known))
 
 
 def make_parallel_below_wrappers(model: PeftModel, parallelize: Callable[[nn.Module], object]) -> None:

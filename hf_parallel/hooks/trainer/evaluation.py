@@ -164,8 +164,8 @@ def evaluation_loop(original: Callable, self: Trainer, *args: object, **kwargs: 
     Of what a script has assigned to its trainer by now, its loss and its step of a prediction, we take account.
     """
     losses.follow_assigned_loss(self)
-    assigned = vars(self)["prediction_step"]
-    if getattr(assigned, "func", None) is not evaluate_real_rows:
+    assigned = vars(self).get("prediction_step")
+    if assigned is not None and getattr(assigned, "func", None) is not evaluate_real_rows:
         vars(self)["prediction_step"] = functools.partial(evaluate_real_rows, self, assigned)
     split, sizes = self.args.accelerator_config.split_batches, {}
     if split and runtime.mesh().data_size > 1:

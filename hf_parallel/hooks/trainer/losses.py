@@ -71,7 +71,9 @@ def prepare_own_loss(trainer: Trainer) -> None:
 
 def follow_assigned_loss(trainer: Trainer) -> None:
     """Let a `compute_loss` that a script has assigned, to its trainer or to a class, be one of the trainer's class."""
-    known = vars(trainer)["compute_loss"]
+    known = vars(trainer).get("compute_loss")
+    if known is None:  # it was made before the layout was active
+        return
     is_ours = getattr(known, "func", None) is compute_loss
     current = types.MethodType(type(trainer).compute_loss, trainer) if is_ours else known
     if is_ours and current == known.args[1]:
