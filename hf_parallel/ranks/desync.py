@@ -45,6 +45,8 @@ DEADLOCK_S = 15.0
 IDLE, IDLE_PER_GROUP = 0.01, 0.004
 #: Seconds for which all processes are idle, wherever they are, until a line says where.
 QUIET_S = 40.0
+#: Seconds that a rank of a deadlock lives on until one has told of it: a watchdog first asks the others.
+TELL_S = 30.0
 _ROOM = "hf_parallel/desync"
 _LEFT = "has ended"
 #: Why whoever explains a deadlock is asked; all ranks end then, whatever it says.
@@ -238,11 +240,8 @@ class DesyncDetector:
         # The main thread cannot be woken out of a collective, so the process ends from this one.
         explained_by = of_process(Answering).explained_by
         speaker = next(rank for rank, place in enumerate(places) if place != _LEFT)
-        if explained_by is not None and explained_by(STANDSTILL):
-            time.sleep(LOOK_S)
-        elif self.rank != speaker:
-            time.sleep(LOOK_S)  # a launcher ends all ranks as soon as the first one has gone
-        else:
+        has_told = explained_by is not None and explained_by(STANDSTILL)
+        if not has_told and self.rank == speaker:
             where = _group_by_place(places)
             print(
                 f"hf_parallel: all ranks wait for each other: {where}. Every rank holds a part of the model and takes "
@@ -250,6 +249,13 @@ class DesyncDetector:
                 file=sys.stderr,
                 flush=True,
             )
+            has_told = True
+        if has_told:
+            self.store.set("told", "")
+        end = time.monotonic() + TELL_S
+        while not self.store.check(["told"]) and time.monotonic() < end:  # a launcher ends all ranks after the first
+            time.sleep(LOOK_S / 10)
+        time.sleep(LOOK_S)
         exit_process()
 
     def _look_for_idle_ranks(self) -> None:

@@ -145,6 +145,30 @@ def test_a_rank_that_has_ended(tmp_path):
         run(goes_home, 2, str(tmp_path))
 
 
+def shows_a_sample() -> None:
+    """A loop whose last lines call the model on rank 0 alone."""
+    from accelerate import Accelerator
+
+    quick()
+    activate("dp_shard=2")
+    accelerator, model = Accelerator(), models.build("llama")
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = torch.arange(33)[None]
+    accelerator.backward(model(input_ids=batch, labels=batch).loss)
+    optimizer.step()
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model(input_ids=batch)
+    accelerator.end_training()
+
+
+def test_a_call_after_the_others_have_ended(capfd):
+    """The rank at its end watches no more, but it stays until the other one has told."""
+    with pytest.raises(RankFailure):
+        run(shows_a_sample, 2, timeout=LIMIT_S)
+    assert find_line(capfd.readouterr().err, "rank 0 waits in all_gather", "rank 1 has left")
+
+
 def each_their_own(out: str) -> None:
     model = made("dp_shard=2")
     if dist.get_rank() == 0:
