@@ -21,6 +21,7 @@ from hf_parallel.apply.kernels import INNER_FORWARD, place_kernels
 from hf_parallel.apply.weights import remember_model, resize_token_embeddings
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import refuse
+from hf_parallel.apply.alone import share_calls_of_rank_0
 from hf_parallel.axes.data.parameters import make_identical
 from hf_parallel.axes.data.units import (
     follow_weights_dtype,
@@ -78,9 +79,10 @@ def replace_methods(
         bind(model, "set_use_kernels", _set_use_kernels)
     if "generate" in vars(model):
         bind(model, "generate", vars(model)["generate"].__func__)  # FSDP2's, whose signature lacks an argument
+    if pipeline is not None and hasattr(model, "generate"):
+        bind(model, "generate", functools.partial(_generate_without_cache, mesh))
+    share_calls_of_rank_0(model, mesh.device)
     if pipeline is not None:
-        if hasattr(model, "generate"):
-            bind(model, "generate", functools.partial(_generate_without_cache, mesh))
         for name in ("num_parameters", "get_memory_footprint"):
             bind(model, name, functools.partial(_count_over_all_stages, pipeline, getattr(type(model), name)))
         for module in {model, get_backbone_of(model)}:

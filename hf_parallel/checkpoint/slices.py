@@ -140,7 +140,7 @@ def let_ask(model: M, gather: Callable[[M], object]) -> None:
 
 
 def is_alone(call: str, model: nn.Module) -> bool:
-    """Return True on rank 0 if the others are at the end of their script; else return when all are in this call.
+    """Return True on rank 0 if the others wait for it at a barrier or at their end; else when all are in this call.
 
     Raises:
         AloneError: they are elsewhere, or save another model.
@@ -149,7 +149,7 @@ def is_alone(call: str, model: nn.Module) -> bool:
     try:
         assert_all_ranks(f"{call} of model {number + 1}" if number else call)
     except AloneError as error:
-        if not error.at_end or dist.get_rank() > 0 or model not in _numbers:
+        if not error.is_served or model not in _numbers:
             raise
         return True
     return False

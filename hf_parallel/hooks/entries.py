@@ -38,6 +38,15 @@ def end_groups(original: Callable, group: ProcessGroup | None = None) -> None:
     original(group)
 
 
+@patch("torch.distributed.distributed_c10d:barrier", "rank 0 cannot ask those who wait for it", copies=True)
+def wait_for_all(original: Callable, *args: object, **kwargs: object) -> object:
+    """At a barrier of all ranks the others take part in what rank 0 does alone, until it comes, too."""
+    given = bind_by_name(original, args, kwargs)
+    if given.get("group") in (None, dist.group.WORLD) and not given.get("async_op"):
+        desync.wait_for_rank_0()
+    return original(*args, **kwargs)
+
+
 @patch("torch.distributed.distributed_c10d:init_process_group", "the layout has connected the processes", copies=True)
 def connect_again(original: Callable, *args: object, **kwargs: object) -> None:
     """Let a script that connects the processes itself go on in the layout's group."""

@@ -49,6 +49,7 @@ QUIET_S = 40.0
 TELL_S = 30.0
 _ROOM = "hf_parallel/desync"
 _LEFT = "has ended"
+_ON_ALL_RANKS = "call {} on all ranks, without `if is_main_process`"
 #: Why whoever explains a deadlock is asked; all ranks end then, whatever it says.
 STANDSTILL = "all ranks stand still"
 _OWN, _TORCH = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
@@ -66,10 +67,20 @@ LIBRARIES = (_OWN, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", 
 class AloneError(RuntimeError):
     """A call that all ranks have to make was made by some of them.
 
-    Attributes: `at_end`: are all of the others at the end of their script?
+    Attributes: `is_served`: do all of the others wait for rank 0, and take part in what it asks?
     """
 
-    at_end = False
+    is_served = False
+
+    @classmethod
+    def of_rank_0(cls, call: str, advice: str | None) -> AloneError:
+        """Make the error of a call of rank 0 while the others wait for it."""
+        error = cls(
+            f"hf_parallel: {call} was called on rank 0, and the others wait for it at a barrier or have ended. Every "
+            f"rank holds a part of the model and takes part: {advice or _ON_ALL_RANKS.format(call)}"
+        )
+        error.is_served = True
+        return error
 
 
 class DesyncDetector:
@@ -92,7 +103,7 @@ class DesyncDetector:
     def end(self) -> None:
         """End with the script; without an error, rank 0 may still ask for something."""
         if os.getpid() == self.process and not self.closed.is_set() and not hasattr(sys, "last_type"):
-            self.requests.attend()
+            self.requests.attend(_LEFT)
         self.close()
 
     def close(self) -> None:
@@ -132,12 +143,23 @@ class DesyncDetector:
         if first != call:
             room.set("other", call)
             raise AloneError(_describe_different_calls(call, first))
-        if self._sign_in(room, call, advice):
+        try:
+            is_last = self._sign_in(room, call, advice, may_be_alone=True)
+        except AloneError:
+            self.number -= 1  # the others come to this number with their next call
+            for key in (str(self.rank), "call", "count"):
+                room.delete_key(key)
+            raise
+        if is_last:
             for key in ("call", "count", "all"):  # of a call that all ranks have left
                 self.store.delete_key(f"{self.number - 1}/{key}")
 
-    def _sign_in(self, room: dist.Store, call: str, advice: str | None) -> bool:
-        """Wait for the others; return whether this was the last rank."""
+    def _sign_in(self, room: dist.Store, call: str, advice: str | None, may_be_alone: bool = False) -> bool:
+        """Wait for the others; return whether this was the last rank.
+
+        Args:
+            may_be_alone: the others may wait for this rank; else they are on their way.
+        """
         room.set(str(self.rank), "")
         is_last = room.add("count", 1) == self.world_size
         if is_last:
@@ -146,18 +168,22 @@ class DesyncDetector:
         while not room.check(["all"]):
             if self.requests.serve():
                 start = time.monotonic()
+            if may_be_alone and self.requests.are_all_others_waiting():
+                raise AloneError.of_rank_0(call, advice)
             if time.monotonic() - start > PATIENCE_S:
-                self._wait_for_missing(call, room, advice)
+                self._wait_for_missing(call, room, advice, may_be_alone)
                 break
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         room.delete_key(str(self.rank))
         return is_last
 
-    def _wait_for_missing(self, call: str, room: dist.Store, advice: str | None) -> None:
+    def _wait_for_missing(self, call: str, room: dist.Store, advice: str | None, may_be_alone: bool) -> None:
         question, said, end = 0, False, time.monotonic() + SPEAK_S
         while not room.check(["all"]):
             self.requests.serve()
+            if may_be_alone and self.requests.are_all_others_waiting():
+                raise AloneError.of_rank_0(call, advice)
             missing = [rank for rank in range(self.world_size) if not room.check([str(rank)])]
             calls = self.number + self.requests.count  # the same number on all ranks that are in one call
             answers = {rank: self._ask(rank, [calls, question]) for rank in missing}
@@ -165,13 +191,10 @@ class DesyncDetector:
                 if question == 1 and not room.check(["all"]):
                     other, where = next(iter(answers.items()))
                     others = f" and {len(answers) - 1} more are elsewhere too" if len(answers) > 1 else ""
-                    error = AloneError(
+                    raise AloneError(
                         f"hf_parallel: {call} was called on rank {self.rank}, but rank {other} {where}{others}. Every "
-                        "rank holds a part of the model and takes part: "
-                        + (advice or f"call {call} on all ranks, without `if is_main_process`")
+                        f"rank holds a part of the model and takes part: {advice or _ON_ALL_RANKS.format(call)}"
                     )
-                    error.at_end = set(answers.values()) == {_LEFT} and len(missing) == self.world_size - 1
-                    raise error
                 question = 1  # once more, for they were not asked at one time
             if room.check(["other"]):
                 raise AloneError(_describe_different_calls(call, room.get("other").decode()))
@@ -205,8 +228,8 @@ class DesyncDetector:
 
     def _find_stuck_place(self) -> str | None:
         """Return where the watched thread waits for other ranks without moving; None if it does anything else."""
-        if self.requests.at_end:
-            return _LEFT
+        if self.requests.waits_at:
+            return self.requests.waits_at
         before = sys._current_frames().get(self.watched)
         place = before and before.f_lasti
         if before is None or self.closed.wait(STILL_S):
@@ -262,8 +285,8 @@ class DesyncDetector:
         """Say once where all ranks are when none has used its processor for long; the run goes on."""
         own, is_idle = f"idle/{self.rank}", self.idle.seconds() > QUIET_S
         if is_idle and not self.idle.told:
-            frame = None if self.requests.at_end else sys._current_frames().get(self.watched)
-            where = _LEFT
+            where = self.requests.waits_at
+            frame = None if where else sys._current_frames().get(self.watched)
             if frame is not None:  # which may wait for the workers of a data loader, or for its dataset
                 outer: FrameType | None = frame
                 while outer is not None and not outer.f_code.co_filename.startswith(_LOADER):
@@ -286,7 +309,7 @@ class DesyncDetector:
             )
 
     def _place(self) -> str | None:
-        return _LEFT if self.requests.at_end else self.rest.place()
+        return self.requests.waits_at or self.rest.place()
 
 
 def exit_process() -> NoReturn:
@@ -393,10 +416,13 @@ class Answering:
 
     Attributes:
         explained_by: says more of a deadlock than the detector does; given what is known, has it told?
+        rank_0_may_be_alone: the script has asked who is the main process since all ranks last called a model.
+        is_in_shared_call: rank 0 calls a model now, and the others, who wait for it, do so, too.
     """
 
     detector: DesyncDetector | None = None
     explained_by: Callable[[str], bool] | None = None
+    rank_0_may_be_alone = is_in_shared_call = False
 
 
 def get_store() -> dist.Store | None:
@@ -440,6 +466,38 @@ def ask_other_ranks(call: str, number: int, advice: str) -> None:
         detector.requests.ask(call, number, advice)
 
 
+def note_question(asker: FrameType) -> None:
+    """Note that a script has asked who is the main process; libraries ask without end."""
+    if not asker.f_code.co_filename.startswith(LIBRARIES):
+        of_process(Answering).rank_0_may_be_alone = True
+
+
+def is_rank_0_alone(call: str) -> bool:
+    """Return True on rank 0 if the others wait for it; return False where all ranks come to this call.
+
+    Ranks ask each other only after the script has asked who is the main process, and once for each time.
+    """
+    answering = of_process(Answering)
+    if not answering.rank_0_may_be_alone or answering.detector is None:
+        return False
+    if answering.detector.requests.are_all_others_waiting():
+        return True
+    try:
+        answering.detector.assert_all_ranks(call, None)
+    except AloneError as error:  # else the others have not asked who they are, and come without this
+        if error.is_served:
+            return True
+    answering.rank_0_may_be_alone = False
+    return False
+
+
+def wait_for_rank_0() -> None:
+    """Return when rank 0 is in this call; until then this rank takes part in what rank 0 does alone."""
+    detector = of_process(Answering).detector
+    if detector is not None and threading.get_ident() == detector.watched and not detector.closed.is_set():
+        detector.requests.wait_for_rank_0(f"is at {_find_script_line(sys._getframe(1))}")
+
+
 def part() -> None:
     """Serve requests before all ranks end their process groups; but not after an error, which must be heard now."""
     detector = of_process(Answering).detector
@@ -449,8 +507,7 @@ def part() -> None:
         if detector.rank == 0:
             detector.requests.end()
         else:
-            detector.requests.attend()
-            detector.requests.at_end = False
+            detector.requests.attend(_LEFT)
 
 
 def expect_nothing() -> None:

@@ -13,6 +13,9 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from hf_parallel.ask.session import of_process
+from hf_parallel.ranks.desync import Answering
+
 if TYPE_CHECKING:
     from torch import nn
     from transformers.utils import ModelOutput
@@ -187,9 +190,9 @@ class WholeWhenRead:
 def whole_when_read(output: ModelOutput | dict[str, Any], key: str, function: Whole) -> None:
     """Let whoever reads `output[key]` get what `function` makes of it; of several, in the order given.
 
-    A plain dict, which a script's own model may return, gets it now.
+    A plain dict, which a script's own model may return, gets it now, and so does what rank 0 alone will read.
     """
-    if type(output) in (dict, OrderedDict):
+    if type(output) in (dict, OrderedDict) or of_process(Answering).is_in_shared_call:
         output[key] = function(output[key])
         return
     if not isinstance(output, WholeWhenRead):

@@ -175,15 +175,15 @@ class OneBatch:
 
 
 # ---- Requests of rank 0 alone: the others do them where they next wait for it, or at the end of their script
-# rank 0   saves under `if is_main_process:` what is in parts on all ranks: asks, then takes part itself
-# rank 1   goes past it, and comes to trainer.evaluate, or to its end: sees what is asked, does it, goes on
+# rank 0   saves or generates under `if is_main_process:` with what is in parts on all ranks: asks, then takes part
+# rank 1   goes past it, and comes to a barrier, or to its end: sees what is asked, does it, goes on
 
 #: Requests by a number that is the same on all ranks: a function that finds the object, if it is still there, and one
 #: that is called with it.
 on_request: list[tuple[Callable[[], Any], Callable[[Any], object]]] = []
-#: Seconds between two looks of a rank that has come to its end.
-_FIRST_PAUSE_S, _PAUSE_S = 0.005, 0.25
-_NO_MORE = "no more"
+#: Seconds between two looks of a rank that waits for rank 0 alone: the first, the longest at a barrier and at the end.
+_FIRST_PAUSE_S, _BARRIER_S, _PAUSE_S = 0.0005, 0.02, 0.25
+_NO_MORE, _GO_ON = "no more", "go on"
 
 
 class Requests:
@@ -191,11 +191,14 @@ class Requests:
 
     Args:
         sign_in: returns when all ranks have signed in a room of the store: given the room, what it is for, advice.
+
+    Attributes:
+        waits_at: where this rank waits for rank 0 and does what it asks.
     """
 
     def __init__(self, store: dist.Store, rank: int, sign_in: Callable[[dist.Store, str, str | None], object]) -> None:
         self.store, self.rank, self.sign_in = store, rank, sign_in
-        self.count, self.at_end = 0, False
+        self.count, self.waits_at = 0, ""
 
     def ask(self, call: str, number: int, advice: str) -> None:
         """Rank 0: return when the others are about to do `on_request[number]`, as this one is then to do itself."""
@@ -207,29 +210,62 @@ class Requests:
         """Another rank: do what is asked for, if anything is."""
         if self.rank == 0 or not self.store.check([f"request/{self.count}/what"]):
             return False
+        call, number = json.loads(self.store.get(f"request/{self.count}/what"))
+        if call == _GO_ON:
+            return False
         room = self._next_room()
-        call, number = json.loads(room.get("what"))
         find, do = on_request[number]
         if (found := find()) is not None:  # else rank 0 is told that this rank has ended
-            at_end, self.at_end = self.at_end, False
+            waits_at, self.waits_at = self.waits_at, ""
+            self._count_waiting(-bool(waits_at))
             self.sign_in(room, call, None)
             do(found)
-            self.at_end = at_end
+            self.waits_at = waits_at
+            self._count_waiting(bool(waits_at))
         return True
 
-    def attend(self) -> None:
+    def wait_for_rank_0(self, place: str) -> None:
+        """Return when rank 0 is in this call, too; until then the others do what it asks. All ranks call it."""
+        if self.rank == 0:
+            self._next_room().set("what", json.dumps([_GO_ON, 0]))
+            return
+
+        def may_go_on() -> bool:
+            name = f"request/{self.count}/what"
+            return self.store.check([name]) and json.loads(self.store.get(name))[0] == _GO_ON
+
+        self._wait(place, may_go_on, max(_BARRIER_S, _PAUSE_S * dist.get_world_size() / 1024))
+        self._next_room()
+
+    def attend(self, place: str) -> None:
         """Another rank at its end: stay until rank 0 is at its own."""
-        self.at_end, pause = self.rank > 0, _FIRST_PAUSE_S
-        with contextlib.suppress(RuntimeError):  # the store may go first
-            while self.at_end and dist.is_initialized() and not self.store.check([_NO_MORE]):
-                self.serve()
-                time.sleep(pause)
-                pause = min(2 * pause, _PAUSE_S)
+        if self.rank > 0:
+            with contextlib.suppress(RuntimeError):  # the store may go first
+                self._wait(place, lambda: not dist.is_initialized() or self.store.check([_NO_MORE]), _PAUSE_S)
+
+    def are_all_others_waiting(self) -> bool:
+        """Rank 0: return whether each other rank waits for this one at a barrier or at its end."""
+        return self.rank == 0 and self.store.add("waiting", 0) == dist.get_world_size() - 1
 
     def end(self) -> None:
         """Tell the others that rank 0 asks no more."""
         if self.rank == 0:
             self.store.set(_NO_MORE, "")
+
+    def _wait(self, place: str, is_over: Callable[[], bool], longest: float) -> None:
+        self.waits_at, pause = place, _FIRST_PAUSE_S
+        self._count_waiting(1)
+        while not is_over():
+            if self.serve():
+                pause = _FIRST_PAUSE_S
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        self._count_waiting(-1)
+        self.waits_at = ""
+
+    def _count_waiting(self, more: int) -> None:
+        if more:
+            self.store.add("waiting", more)
 
     def _next_room(self) -> dist.Store:
         self.count += 1

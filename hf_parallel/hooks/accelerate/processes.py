@@ -16,6 +16,7 @@ import contextlib
 import functools
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -26,7 +27,7 @@ import torch.distributed as dist
 
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, replace, replacing
-from hf_parallel.ranks import messages
+from hf_parallel.ranks import desync, messages
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -278,7 +279,27 @@ def process_index(original: object) -> property:
 @replace("accelerate.state:PartialState.is_main_process", "is one of all, not one of each data rank 0")
 def is_main(original: object) -> property:
     """Rank 0 of all."""
-    return property(lambda state: dist.get_rank() == 0)
+
+    def read(state: PartialState) -> bool:
+        desync.note_question(sys._getframe(1))
+        return dist.get_rank() == 0
+
+    return property(read)
+
+
+@replace(
+    "accelerate.{state:PartialState.is_local_main_process,accelerator:Accelerator.is_local_main_process,"
+    "accelerator:Accelerator.is_main_process}",
+    "rank 0 may go on alone from here",
+)
+def note_question(original: property) -> property:
+    """Note that the script has asked: the model's next call without gradients may be rank 0's alone."""
+
+    def read(owner: object) -> bool:
+        desync.note_question(sys._getframe(1))
+        return original.__get__(owner)
+
+    return property(read)
 
 
 @replace(

@@ -1,0 +1,126 @@
+"""Calls of a model that rank 0 makes alone, such as samples that it generates under `if is_main_process:`.
+
+    rank 0    asks the others, sends them what the model is called with, and calls it
+    others    wait at a barrier, or at the end of the script; they make the same call and go on waiting
+
+Every rank holds a part of the model, so none can call it alone. Rank 0 looks whether the others wait for it only after
+the script has asked who is the main process, so that no other call looks (`ranks/desync.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from hf_parallel.ask.session import of_process
+from hf_parallel.model.calls import has_cache
+from hf_parallel.ranks.desync import Answering, ask_other_ranks, is_rank_0_alone
+from hf_parallel.ranks.messages import on_request, send_from_one
+
+_ADVICE = "do what is under `if is_main_process` on all ranks, or put a barrier after it"
+
+
+class Call(NamedTuple):
+    """What the other ranks need to make the same call of a model."""
+
+    name: str
+    args: tuple
+    kwargs: dict[str, Any]
+    training: bool
+    autocast: torch.dtype | None
+    random_states: tuple[torch.Tensor, torch.Tensor | None]
+
+
+def share_calls_of_rank_0(model: nn.Module, device: torch.device) -> None:
+    """Let rank 0 call a model while the others wait for it. All ranks call this for the same models in one order."""
+    number = len(on_request)
+    on_request.append((weakref.ref(model), functools.partial(_take_part, device)))
+    share = functools.partial(_share_forward_pass, number, device)
+    model.register_forward_pre_hook(share, prepend=True, with_kwargs=True)
+    last = model.register_forward_hook(_end_forward_pass, always_call=True)
+    model.register_forward_pre_hook(lambda *_: model._forward_hooks.move_to_end(last.id))
+    if hasattr(model, "generate"):
+        bound: Any = model.generate
+
+        @functools.wraps(bound)
+        def generate(*args: Any, **kwargs: Any) -> object:
+            if not is_rank_0_alone("model.generate"):
+                return bound(*args, **kwargs)
+            _send_call(number, device, _describe("generate", model, args, {**kwargs, "streamer": None}, device))
+            with _in_shared_call(False):
+                return bound(*args, **kwargs)
+
+        vars(model)["generate"] = generate
+
+
+def _share_forward_pass(number: int, device: torch.device, model: nn.Module, args: tuple, kwargs: dict) -> None:
+    if torch.is_grad_enabled() or not is_rank_0_alone("a model call without gradients"):
+        return
+    if has_cache(kwargs):
+        raise NotImplementedError(
+            "hf_parallel: rank 0 alone calls the model with a cache of keys and values; model.generate works, or "
+            "use_cache=False"
+        )
+    _send_call(number, device, _describe("__call__", model, args, kwargs, device))
+    answering = of_process(Answering)
+    answering.rank_0_may_be_alone, answering.is_in_shared_call = False, True
+
+
+def _end_forward_pass(model: nn.Module, args: tuple, output: object) -> None:
+    answering = of_process(Answering)
+    if answering.is_in_shared_call:
+        answering.rank_0_may_be_alone, answering.is_in_shared_call = True, False
+
+
+@contextlib.contextmanager
+def _in_shared_call(of_forward: bool) -> Iterator[None]:
+    """Let calls inside a call that is shared ask nobody."""
+    answering = of_process(Answering)
+    former, answering.rank_0_may_be_alone = answering.rank_0_may_be_alone, False
+    answering.is_in_shared_call = of_forward
+    try:
+        yield
+    finally:
+        answering.rank_0_may_be_alone, answering.is_in_shared_call = former, False
+
+
+def _describe(name: str, model: nn.Module, args: tuple, kwargs: dict, device: torch.device) -> Call:
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    own = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    to_host: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor.detach().cpu()  # noqa: E731
+    args, kwargs = tree_map_only(torch.Tensor, to_host, (args, kwargs))
+    return Call(name, args, kwargs, model.training, autocast, (torch.get_rng_state(), own))
+
+
+def _send_call(number: int, device: torch.device, call: Call) -> None:
+    name = "model.generate" if call.name == "generate" else "a model call"
+    ask_other_ranks(name, number, _ADVICE)
+    send_from_one(lambda: call)
+
+
+@torch.no_grad()
+def _take_part(device: torch.device, model: nn.Module) -> None:
+    """Make the call that rank 0 makes, with its random numbers, and leave this rank's as they are."""
+    call: Call = send_from_one(lambda: None)  # type: ignore[arg-type, return-value]
+    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (call.args, call.kwargs))
+    modes = {module: module.training for module in model.modules()}
+    random_numbers = torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
+    autocast = torch.autocast(device.type, call.autocast or torch.bfloat16, enabled=call.autocast is not None)
+    with random_numbers, autocast, _in_shared_call(call.name == "__call__"):
+        own, on_device = call.random_states
+        torch.set_rng_state(own)
+        if on_device is not None:
+            torch.get_device_module(device).set_rng_state(on_device, device)
+        model.train(call.training)
+        try:
+            getattr(model, call.name)(*args, **kwargs)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
