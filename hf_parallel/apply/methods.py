@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from hf_parallel.apply.alone import share_calls_of_rank_0
 from hf_parallel.apply.kernels import INNER_FORWARD, place_kernels
 from hf_parallel.apply.weights import remember_model, resize_token_embeddings
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import refuse
-from hf_parallel.apply.alone import share_calls_of_rank_0
 from hf_parallel.axes.data.parameters import make_identical
 from hf_parallel.axes.data.units import (
     follow_weights_dtype,

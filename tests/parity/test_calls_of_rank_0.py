@@ -1,0 +1,110 @@
+"""What a loop does under `if accelerator.is_main_process:` with a model that all ranks hold: as in one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import models
+from tests.distributed import run, run_alone
+from tests.loops import prepare_loop, rows, take_step
+from tests.training import none, weight_differences
+
+SAME = {"rtol": 1e-5, "atol": 0.0}  # sums of fp32 terms in another order
+#: A pipeline draws for the last stage's logits, and so other numbers than one process.
+SPECS = ["dp_shard=2", "dp_replicate=2", "zero_stage=1,dp_shard=2", "tp=2", "pp=2", "cp=2", "dp_shard=2,tp=2"]
+
+
+def show_and_save(accelerator, model, batch: torch.Tensor, out: str, draws: bool) -> list:
+    """Evaluate, generate and save, as the main process does alone."""
+    inner = accelerator.unwrap_model(model)
+    inner.eval()
+    with torch.no_grad():
+        outputs = inner(input_ids=batch, labels=batch)
+        found = [outputs.loss.item(), outputs.logits.double().norm().item(), inner(batch).logits.shape]
+    found.append(inner.generate(batch[:, :7], max_new_tokens=5, do_sample=False).tolist())
+    if draws:
+        torch.manual_seed(5)
+        found.append(inner.generate(batch[:, :7], max_new_tokens=5, do_sample=True, top_k=0).tolist())
+    inner.save_pretrained(out)
+    inner.train()
+    return found
+
+
+def loop(spec: str | None, folder: str, out: str, draws: bool) -> dict:
+    """Two steps with a barrier after what rank 0 does alone, which it does once more when the others have ended."""
+    accelerator, model, optimizer = prepare_loop(spec, folder)
+    seen: dict = {"steps": [], "alone": []}
+    for step, batch in enumerate(rows(2, 3, 32)):
+        seen["steps"].append(take_step(accelerator, model, optimizer, model(input_ids=batch, labels=batch).loss))
+        accelerator.wait_for_everyone()
+        before = torch.get_rng_state()
+        if accelerator.is_main_process:
+            seen["alone"].append(show_and_save(accelerator, model, batch, f"{out}/{step}", draws))
+        if step == 0:
+            accelerator.wait_for_everyone()
+            assert accelerator.is_main_process or torch.equal(before, torch.get_rng_state())
+        assert all(module.training for module in model.modules())
+        if step == 0:
+            with torch.no_grad():
+                seen["together"] = model(input_ids=batch, labels=batch).loss.item()
+    accelerator.end_training()
+    return seen
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_main_process_alone(runs, tmp_path, spec):
+    draws, folder = "pp" not in spec, runs.initial("llama")
+    wanted = run_alone(loop, None, folder, str(tmp_path / "one"), draws)
+    size = 4 if spec.count("=2") > 1 and "zero" not in spec else 2
+    first, *others = run(loop, size, spec, folder, str(tmp_path / "several"), draws)
+    torch.testing.assert_close(first["steps"], wanted["steps"], **SAME)
+    torch.testing.assert_close(first["together"], wanted["together"], **SAME)
+    for found, expected in zip(first["alone"], wanted["alone"], strict=True):
+        torch.testing.assert_close(found[:2], expected[:2], **SAME)
+        assert found[2:] == expected[2:]
+    assert not any(other["alone"] for other in others)
+    for step in range(2):
+        none(weight_differences(str(tmp_path / "several" / str(step)), str(tmp_path / "one" / str(step)), 1e-6))
+
+
+def ask_on_one_rank(folder: str, asks: int) -> list:
+    """One rank asks who is the main process; then all call the model."""
+    from hf_parallel.ranks import desync
+
+    desync.PATIENCE_S, desync.LOOK_S, desync.STILL_S = 0.3, 0.2, 0.5
+    accelerator, model, optimizer = prepare_loop("dp_shard=2", folder)
+    batch = rows(3, 32)
+    if dist.get_rank() == asks:
+        assert accelerator.is_main_process == (asks == 0)
+    with torch.no_grad():
+        found = [model(input_ids=batch, labels=batch).loss.item() for _ in range(2)]
+    found += take_step(accelerator, model, optimizer, model(input_ids=batch, labels=batch).loss)
+    model.save_pretrained(folder + f"-{asks}")
+    return found
+
+
+@pytest.mark.parametrize("asks", [0, 1])
+def test_a_question_of_one_rank(runs, tmp_path, asks):
+    folder = str(tmp_path / "initial")
+    run_alone(save_initial, folder)
+    first, second = run(ask_on_one_rank, 2, folder, asks)
+    assert first == second
+
+
+def save_initial(folder: str) -> None:
+    models.build("llama").save_pretrained(folder)
+
+
+def call_with_cache(folder: str) -> None:
+    accelerator, model, _ = prepare_loop("dp_shard=2", folder)
+    batch = rows(3, 32)
+    if accelerator.is_main_process:
+        with torch.no_grad():
+            cache = model(input_ids=batch, use_cache=True).past_key_values
+            with pytest.raises(NotImplementedError, match="use_cache=False"):
+                model(input_ids=batch, past_key_values=cache)
+    accelerator.wait_for_everyone()
+
+
+def test_a_cache_of_rank_0(runs):
+    run(call_with_cache, 2, runs.initial("llama"))
