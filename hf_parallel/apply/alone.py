@@ -12,14 +12,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from hf_parallel.ask.session import of_process
+from hf_parallel.checkpoint.slices import count_changes_from_now, is_changed_alike, refuse_changes_of_rank_0
 from hf_parallel.model.calls import has_cache
 from hf_parallel.ranks.desync import Answering, ask_other_ranks, is_rank_0_alone
 from hf_parallel.ranks.messages import on_request, send_from_one
@@ -42,10 +44,17 @@ def share_calls_of_rank_0(model: nn.Module, device: torch.device) -> None:
     """Let rank 0 call a model while the others wait for it. All ranks call this for the same models in one order."""
     number = len(on_request)
     on_request.append((weakref.ref(model), functools.partial(_take_part, device)))
+
+    def at_first_call(model: nn.Module, args: tuple) -> None:
+        first.remove()
+        count_changes_from_now(model)
+
+    first = model.register_forward_pre_hook(at_first_call)
     share = functools.partial(_share_forward_pass, number, device)
     model.register_forward_pre_hook(share, prepend=True, with_kwargs=True)
     last = model.register_forward_hook(_end_forward_pass, always_call=True)
-    model.register_forward_pre_hook(lambda *_: model._forward_hooks.move_to_end(last.id))
+    hooks = cast("OrderedDict[int, Callable]", model._forward_hooks)
+    model.register_forward_pre_hook(lambda *_: hooks.move_to_end(last.id))  # after those that gather outputs
     if hasattr(model, "generate"):
         bound: Any = model.generate
 
@@ -53,7 +62,7 @@ def share_calls_of_rank_0(model: nn.Module, device: torch.device) -> None:
         def generate(*args: Any, **kwargs: Any) -> object:
             if not is_rank_0_alone("model.generate"):
                 return bound(*args, **kwargs)
-            _send_call(number, device, _describe("generate", model, args, {**kwargs, "streamer": None}, device))
+            _send_call(number, model, _describe("generate", model, args, {**kwargs, "streamer": None}, device))
             with _in_shared_call(False):
                 return bound(*args, **kwargs)
 
@@ -68,7 +77,7 @@ def _share_forward_pass(number: int, device: torch.device, model: nn.Module, arg
             "hf_parallel: rank 0 alone calls the model with a cache of keys and values; model.generate works, or "
             "use_cache=False"
         )
-    _send_call(number, device, _describe("__call__", model, args, kwargs, device))
+    _send_call(number, model, _describe("__call__", model, args, kwargs, device))
     answering = of_process(Answering)
     answering.rank_0_may_be_alone, answering.is_in_shared_call = False, True
 
@@ -99,16 +108,19 @@ def _describe(name: str, model: nn.Module, args: tuple, kwargs: dict, device: to
     return Call(name, args, kwargs, model.training, autocast, (torch.get_rng_state(), own))
 
 
-def _send_call(number: int, device: torch.device, call: Call) -> None:
+def _send_call(number: int, model: nn.Module, call: Call) -> None:
     name = "model.generate" if call.name == "generate" else "a model call"
     ask_other_ranks(name, number, _ADVICE)
+    refuse_changes_of_rank_0(model)
     send_from_one(lambda: call)
 
 
 @torch.no_grad()
 def _take_part(device: torch.device, model: nn.Module) -> None:
     """Make the call that rank 0 makes, with its random numbers, and leave this rank's as they are."""
-    call: Call = send_from_one(lambda: None)  # type: ignore[arg-type, return-value]
+    if not is_changed_alike(model):
+        return  # rank 0 refuses
+    call = cast(Call, send_from_one(lambda: None))
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (call.args, call.kwargs))
     modes = {module: module.training for module in model.modules()}
     random_numbers = torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)

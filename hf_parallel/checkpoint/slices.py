@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from hf_parallel.model.anatomy import StoredOrder
 from hf_parallel.ranks import AloneError, ask_other_ranks, assert_all_ranks
 from hf_parallel.ranks.mesh import get_stored
-from hf_parallel.ranks.messages import on_request
+from hf_parallel.ranks.messages import gather_objects, on_request
 
 
 class Readable(Protocol):
@@ -136,7 +136,12 @@ def let_ask(model: M, gather: Callable[[M], object]) -> None:
     if model in _numbers or dist.get_backend() == "fake":  # a dry run may be one rank's own
         return
     _numbers[model] = len(on_request)
-    on_request.append((weakref.ref(model), gather))
+
+    def answer(model: M) -> None:
+        if is_changed_alike(model):
+            gather(model)
+
+    on_request.append((weakref.ref(model), answer))
 
 
 def is_alone(call: str, model: nn.Module) -> bool:
@@ -162,7 +167,44 @@ def gather_asked(model: M, gather: Callable[[M], dict[str, torch.Tensor]]) -> di
         AloneError: they are not where they can be asked.
     """
     ask_other_ranks("save_pretrained", _numbers[model], _ADVICE)
+    refuse_changes_of_rank_0(model)
     return gather(model)
+
+
+# Rank 0 alone may write to its parts, as where an average is swapped in, and the others' stay as they are. torch counts
+# what is written to a tensor, and ranks with the same parameters count alike unless one of them has done more.
+
+#: Counts of a model's parameters at its first call; loading may have written to parts of some ranks alone.
+_first_counts: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
+
+
+def count_changes_from_now(model: nn.Module) -> None:
+    """Remember how often each parameter has been written to."""
+    _first_counts[model] = {name: p._version for name, p in model.named_parameters() if not p.is_inference()}
+
+
+def is_changed_alike(model: nn.Module) -> bool:
+    """Return whether all ranks that hold the same parameters have written to them equally often. Collective."""
+    model = getattr(model, "get_base_model", lambda: model)()  # which has called its adapters, too
+    state = getattr(model, "_hf_parallel", None)
+    current = dict(model.named_parameters())
+    known = {name: count for name, count in _first_counts.get(model, {}).items() if name in current}
+    own = sum(current[name]._version - count for name, count in known.items())
+    found = gather_objects((0 if state is None else state.mesh.index("pp"), own))
+    return all(count == found[0][1] for stage, count in found if stage == found[0][0])
+
+
+def refuse_changes_of_rank_0(model: nn.Module) -> None:
+    """Rank 0: take part in `is_changed_alike` of the others.
+
+    Raises:
+        NotImplementedError: this rank has written to weights, and the others have not.
+    """
+    if not is_changed_alike(model):
+        raise NotImplementedError(
+            "hf_parallel: rank 0 alone has written to weights, of which the other ranks hold the rest; change them on "
+            "all ranks (docs/saving.md)"
+        )
 
 
 def are_own_parts(model: nn.Module, given: Mapping[str, torch.Tensor], names: Iterable[str]) -> bool:

@@ -109,8 +109,12 @@ def average(original: Callable, *args: object, **kwargs: object) -> Callable:
 
 @replace("torch.distributed.tensor:DTensor.data", "`p.data = x` is lost")
 def data(original: Any) -> property:
-    """Reading it stays torch's; what is assigned is stored."""
-    return property(original.__get__, store)
+    """What is assigned is stored. What is written to it counts as a change of the weight, which torch's does not."""
+
+    def read(tensor: DTensor) -> torch.Tensor:
+        return original.__get__(tensor) if torch.is_inference_mode_enabled() else tensor.detach()
+
+    return property(read, store)
 
 
 @patch(

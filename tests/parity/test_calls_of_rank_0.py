@@ -108,3 +108,28 @@ def call_with_cache(folder: str) -> None:
 
 def test_a_cache_of_rank_0(runs):
     run(call_with_cache, 2, runs.initial("llama"))
+
+
+def swap_alone(folder: str, out: str, how: str) -> None:
+    """Rank 0 puts an average in the place of its parts of the weights, and saves."""
+    accelerator, model, optimizer = prepare_loop("dp_shard=2", folder)
+    average = [p.detach().clone() for p in model.parameters()]
+    batch = rows(3, 32)
+    take_step(accelerator, model, optimizer, model(input_ids=batch, labels=batch).loss)
+    model.save_pretrained(f"{out}/all")
+    if accelerator.is_main_process:
+        print(model.lm_head.weight.data.shape)
+        model.save_pretrained(f"{out}/alone")
+        with torch.no_grad():
+            for weight, mean in zip(model.parameters(), average, strict=True):
+                (weight.data if how == "data" else weight).copy_(mean)
+        call = model if how == "call" else lambda _: model.save_pretrained(f"{out}/mixed")
+        with torch.no_grad(), pytest.raises(NotImplementedError, match="rank 0 alone has written to weights"):
+            call(batch)
+    accelerator.wait_for_everyone()
+
+
+@pytest.mark.parametrize("how", ["data", "weight", "call"])
+def test_weights_that_rank_0_has_changed_alone(runs, tmp_path, how):
+    run(swap_alone, 2, runs.initial("llama"), str(tmp_path), how)
+    none(weight_differences(str(tmp_path / "alone"), str(tmp_path / "all"), 0.0))
