@@ -1,6 +1,7 @@
 """`accelerator.save_state` and `load_state` in a loop without a word of hf_parallel: any layout to any other."""
 
 import math
+import os
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, get_scheduler
 
 from tests.distributed import run, run_alone
-from tests.loops import take_step
+from tests.loops import rows, take_step
 from tests.resuming import ONE
 from tests.rows import Rows
 from tests.training import axes, spec_id
@@ -166,3 +167,50 @@ def test_damage_is_named(runs, saved, tmp_path):
     texts = set(run(damaged, 2, "tp=2", runs.initial("qwen3"), str(project), init=False))
     assert len(texts) == 1
     assert "optimizer/state.safetensors differs from its checksum" in texts.pop()
+
+
+def loop_with_hooks(spec: str, folder: str, project: str, resume: bool = False) -> list[float]:
+    """Three steps, saved after two by a hook that saves the model in a way of its own; or the last one, from there."""
+    from hf_parallel.hooks import activation
+
+    activation.activate(spec or "dp_shard=-1", source="test")
+    accelerator = Accelerator(cpu=True)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state = os.path.join(project, "state")
+
+    def save(models, weights, out):
+        if accelerator.is_main_process:
+            models[0].save_pretrained(os.path.join(out, "own"))
+            weights.pop()
+
+    def load(models, out):
+        model = models.pop()
+        model.load_state_dict(AutoModelForCausalLM.from_pretrained(os.path.join(out, "own")).state_dict())
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    if resume:
+        accelerator.load_state(state)
+    losses = []
+    for step, batch in enumerate(rows(3, 3, 32)):
+        if resume and step < STOP:
+            continue
+        loss = model(input_ids=batch, labels=batch).loss
+        take_step(accelerator, model, optimizer, loss)
+        losses.append(loss.item())
+        if step + 1 == STOP and not resume:
+            accelerator.save_state(state)
+    return losses
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "pp=2"])
+def test_hooks_that_save_and_load_the_model(runs, tmp_path, spec):
+    folder, project = runs.initial("qwen3"), str(tmp_path)
+    expected = run_alone(loop_with_hooks, ONE, folder, str(tmp_path / "one"))
+    first = run(loop_with_hooks, 2, spec, folder, project, init=False)[0]
+    assert first == pytest.approx(expected, rel=TOLERANCE, abs=0)
+    assert sorted(os.listdir(tmp_path / "state" / "own"))[-1] == "model.safetensors"
+    assert not (tmp_path / "state" / "model.safetensors").exists()
+    second = run(loop_with_hooks, 2, spec, folder, project, True, init=False)[0]
+    assert second == pytest.approx(expected[STOP:], rel=TOLERANCE, abs=0)

@@ -23,7 +23,7 @@ from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft.adapters import load_adapter_weights
 from hf_parallel.hooks.trainer.checkpoints import get_inner_optimizer, write_layout
 from hf_parallel.hooks.trainer.resuming import choose_rng_rank, find_all_damages, read_layout_of, refuse_damages
-from hf_parallel.ranks import assert_all_ranks, messages
+from hf_parallel.ranks import assert_all_ranks, desync, messages
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -39,7 +39,6 @@ def save_state(
     """All ranks write one folder, which gets its name when it is whole."""
     refusals = [
         (runtime.mesh().config.async_save, "async_save=true", "async_save=false works (it is for Trainer)"),
-        (bool(self._save_model_state_pre_hook), "register_save_state_pre_hook", "save in the script itself"),
         (
             any(getattr(loader, "use_stateful_dataloader", False) for loader in self._dataloaders),
             "use_stateful_dataloader=True",
@@ -74,13 +73,14 @@ def _write_accelerator_state(accelerator: Accelerator, saving: folders.Checkpoin
     from accelerate.checkpointing import save_accelerator_state, save_custom_state
 
     mesh, folder = saving.mesh, saving.folder
+    replaced = _run_save_hooks(accelerator, folder)
     for number, model in enumerate(accelerator._models):
         where = _number_file_name(folder, "model", number) if number else folder
-        if hasattr(model, "save_pretrained"):
+        if number not in replaced and hasattr(model, "save_pretrained"):
             model.save_pretrained(where)
             continue
-        tensors = folders.full_state_dict(model, mesh)
-        if mesh.rank == 0:
+        tensors = replaced[number] if number in replaced else folders.full_state_dict(model, mesh)
+        if mesh.rank == 0 and tensors:
             from safetensors.torch import save_file
 
             with saving.noting():
@@ -102,6 +102,32 @@ def _write_accelerator_state(accelerator: Accelerator, saving: folders.Checkpoin
                 folders.write_refusal(_number_file_name(folder, "optimizer", number) + ".bin")
             write_layout(folder, {})
             processes.save_loader_places(loaders, folder)
+
+
+def _run_save_hooks(accelerator: Accelerator, folder: str) -> dict[int, dict[str, torch.Tensor]]:
+    """Run a script's hooks before a save, with whole weights on rank 0; what it alone saves in them the others share.
+
+    Returns:
+        The weights of models whose own the hooks have taken away (none), changed or replaced, by number. Hooks often
+        save a model in a way of their own, and take its weights off the list.
+    """
+    hooks = list(accelerator._save_model_state_pre_hook.values())
+    if not hooks:
+        return {}
+    weights = [accelerator.get_state_dict(model) for model in accelerator._models]
+    own, held = list(weights), [list(map(id, state.values())) for state in weights]
+    for hook in hooks:
+        hook(accelerator._models, weights, folder)
+        desync.wait_for_rank_0()
+    left = dict(enumerate(weights))
+    kept = messages.send_from_one(
+        lambda: [
+            number
+            for number, state in left.items()
+            if state is own[number] and list(map(id, state.values())) == held[number]
+        ]
+    )
+    return {number: left.get(number, {}) for number in range(len(own)) if number not in kept}
 
 
 def _number_file_name(folder: str, stem: str, number: int) -> str:
@@ -179,7 +205,12 @@ def _list_numbered_folders(folder: str) -> list[str]:
 def _load_state_from(accelerator: Accelerator, folder: str, load_kwargs: object, rng: int) -> None:
     from accelerate.checkpointing import load_accelerator_state, load_custom_state
 
+    left = list(accelerator._models)
+    for hook in accelerator._load_model_state_pre_hook.values():  # which load a model, and take it off the list
+        hook(left, folder)
     for number, model in enumerate(accelerator._models):
+        if not any(model is one for one in left):
+            continue
         inner, where = (
             accelerator.unwrap_model(model),
             _number_file_name(folder, "model", number) if number else folder,
