@@ -40,8 +40,12 @@ class Call(NamedTuple):
     random_states: tuple[torch.Tensor, torch.Tensor | None]
 
 
-def share_calls_of_rank_0(model: nn.Module, device: torch.device) -> None:
-    """Let rank 0 call a model while the others wait for it. All ranks call this for the same models in one order."""
+def share_calls_of_rank_0(model: nn.Module, device: torch.device) -> int:
+    """Let rank 0 call a model while the others wait for it. All ranks call this for the same models in one order.
+
+    Returns:
+        The number of the model's calls.
+    """
     number = len(on_request)
     on_request.append((weakref.ref(model), functools.partial(_take_part, device)))
 
@@ -55,18 +59,23 @@ def share_calls_of_rank_0(model: nn.Module, device: torch.device) -> None:
     last = model.register_forward_hook(_end_forward_pass, always_call=True)
     hooks = cast("OrderedDict[int, Callable]", model._forward_hooks)
     model.register_forward_pre_hook(lambda *_: hooks.move_to_end(last.id))  # after those that gather outputs
-    if hasattr(model, "generate"):
-        bound: Any = model.generate
+    return number
 
-        @functools.wraps(bound)
-        def generate(*args: Any, **kwargs: Any) -> object:
-            if not is_rank_0_alone("model.generate"):
-                return bound(*args, **kwargs)
-            _send_call(number, model, _describe("generate", model, args, {**kwargs, "streamer": None}, device))
-            with _in_shared_call(False):
-                return bound(*args, **kwargs)
 
-        vars(model)["generate"] = generate
+def generate_with_others(
+    number: int, device: torch.device, own: Callable, model: nn.Module, *args: Any, **kwargs: Any
+) -> object:
+    """Generate; where rank 0 does it alone, with those who wait for it.
+
+    Args:
+        number: of the model's calls, as `share_calls_of_rank_0` gives it.
+        own: the model's method.
+    """
+    if not is_rank_0_alone("model.generate"):
+        return own(model, *args, **kwargs)
+    _send_call(number, model, _describe("generate", model, args, {**kwargs, "streamer": None}, device))
+    with _in_shared_call(False):
+        return own(model, *args, **kwargs)
 
 
 def _share_forward_pass(number: int, device: torch.device, model: nn.Module, args: tuple, kwargs: dict) -> None:

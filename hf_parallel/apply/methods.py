@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from hf_parallel.apply.alone import share_calls_of_rank_0
+from hf_parallel.apply.alone import generate_with_others, share_calls_of_rank_0
 from hf_parallel.apply.kernels import INNER_FORWARD, place_kernels
 from hf_parallel.apply.weights import remember_model, resize_token_embeddings
 from hf_parallel.ask.config import ParallelConfig
@@ -81,7 +81,10 @@ def replace_methods(
         bind(model, "generate", vars(model)["generate"].__func__)  # FSDP2's, whose signature lacks an argument
     if pipeline is not None and hasattr(model, "generate"):
         bind(model, "generate", functools.partial(_generate_without_cache, mesh))
-    share_calls_of_rank_0(model, mesh.device)
+    number = share_calls_of_rank_0(model, mesh.device)
+    if hasattr(model, "generate"):
+        own: Any = model.generate
+        bind(model, "generate", functools.partial(generate_with_others, number, mesh.device, own.__func__))
     if pipeline is not None:
         for name in ("num_parameters", "get_memory_footprint"):
             bind(model, name, functools.partial(_count_over_all_stages, pipeline, getattr(type(model), name)))

@@ -171,8 +171,8 @@ def gather_asked(model: M, gather: Callable[[M], dict[str, torch.Tensor]]) -> di
     return gather(model)
 
 
-# Rank 0 alone may write to its parts, as where an average is swapped in, and the others' stay as they are. torch counts
-# what is written to a tensor, and ranks with the same parameters count alike unless one of them has done more.
+# Rank 0 alone may write to its parts, as where an average is swapped in, and the others' stay as they are. torch
+# counts what is written to a tensor, and ranks with the same parameters count alike unless one has done more.
 
 #: Counts of a model's parameters at its first call; loading may have written to parts of some ranks alone.
 _first_counts: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()

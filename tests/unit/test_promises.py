@@ -131,6 +131,8 @@ SENTENCES = {
     },
     "docs/saving.md": {
         "each keeps its slice: it starts as in one process.": "parity/test_new_heads.py::test_a_missing_head",
+        "The numbers are those of one process, and random numbers": "parity/test_calls_of_rank_0.py::test_main_process_alone",
+        "weights that rank 0 alone has changed before": "parity/test_calls_of_rank_0.py::test_weights_that_rank_0_has_changed_alone",
         "so a crash leaves the previous ones.": "reliability/test_killed_saves.py::test_what_they_have_left_is_whole",
         "What one rank cannot write stops the others": "reliability/test_full_disk.py::test_a_full_disk",
         "a path that is damaged is refused.": "reliability/test_damage.py::test_damage",
