@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import os
 import sys
 import sysconfig
@@ -491,11 +492,15 @@ def is_rank_0_alone(call: str) -> bool:
     return False
 
 
-def wait_for_rank_0() -> None:
-    """Return when rank 0 is in this call; until then this rank takes part in what rank 0 does alone."""
+def wait_for_rank_0(limit_s: float = math.inf) -> None:
+    """Return when rank 0 is in this call; until then this rank takes part in what rank 0 does alone.
+
+    Args:
+        limit_s: seconds without a request after which a rank goes on.
+    """
     detector = of_process(Answering).detector
     if detector is not None and threading.get_ident() == detector.watched and not detector.closed.is_set():
-        detector.requests.wait_for_rank_0(f"is at {_find_script_line(sys._getframe(1))}")
+        detector.requests.wait_for_rank_0(f"is at {_find_script_line(sys._getframe(1))}", limit_s)
 
 
 def part() -> None:

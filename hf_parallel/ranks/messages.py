@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import pickle
 import time
 import traceback
@@ -198,7 +199,7 @@ class Requests:
 
     def __init__(self, store: dist.Store, rank: int, sign_in: Callable[[dist.Store, str, str | None], object]) -> None:
         self.store, self.rank, self.sign_in = store, rank, sign_in
-        self.count, self.waits_at = 0, ""
+        self.count, self.waits_at, self._go_on = 0, "", ""
 
     def ask(self, call: str, number: int, advice: str) -> None:
         """Rank 0: return when the others are about to do `on_request[number]`, as this one is then to do itself."""
@@ -224,9 +225,16 @@ class Requests:
             self._count_waiting(bool(waits_at))
         return True
 
-    def wait_for_rank_0(self, place: str) -> None:
-        """Return when rank 0 is in this call, too; until then the others do what it asks. All ranks call it."""
+    def wait_for_rank_0(self, place: str, limit_s: float) -> None:
+        """Return when rank 0 is in this call, too; until then the others do what it asks. All ranks call it.
+
+        Args:
+            limit_s: seconds without a request after which a rank goes on: what it waits for has a time-out of its own.
+        """
         if self.rank == 0:
+            if self._go_on:  # all have seen it
+                self.store.delete_key(self._go_on)
+            self._go_on = f"request/{self.count}/what"
             self._next_room().set("what", json.dumps([_GO_ON, 0]))
             return
 
@@ -234,8 +242,9 @@ class Requests:
             name = f"request/{self.count}/what"
             return self.store.check([name]) and json.loads(self.store.get(name))[0] == _GO_ON
 
-        self._wait(place, may_go_on, max(_BARRIER_S, _PAUSE_S * dist.get_world_size() / 1024))
-        self._next_room()
+        self._wait(place, may_go_on, max(_BARRIER_S, _PAUSE_S * dist.get_world_size() / 1024), limit_s)
+        if may_go_on():
+            self._next_room()
 
     def attend(self, place: str) -> None:
         """Another rank at its end: stay until rank 0 is at its own."""
@@ -252,12 +261,12 @@ class Requests:
         if self.rank == 0:
             self.store.set(_NO_MORE, "")
 
-    def _wait(self, place: str, is_over: Callable[[], bool], longest: float) -> None:
-        self.waits_at, pause = place, _FIRST_PAUSE_S
+    def _wait(self, place: str, is_over: Callable[[], bool], longest: float, limit_s: float = math.inf) -> None:
+        self.waits_at, pause, start = place, _FIRST_PAUSE_S, time.monotonic()
         self._count_waiting(1)
-        while not is_over():
+        while not is_over() and time.monotonic() - start < limit_s:
             if self.serve():
-                pause = _FIRST_PAUSE_S
+                pause, start = _FIRST_PAUSE_S, time.monotonic()
             time.sleep(pause)
             pause = min(2 * pause, longest)
         self._count_waiting(-1)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
 from hf_parallel.checkpoint.hub_format import gather_from_stages
@@ -23,7 +24,7 @@ from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft.adapters import load_adapter_weights
 from hf_parallel.hooks.trainer.checkpoints import get_inner_optimizer, write_layout
 from hf_parallel.hooks.trainer.resuming import choose_rng_rank, find_all_damages, read_layout_of, refuse_damages
-from hf_parallel.ranks import assert_all_ranks, desync, messages
+from hf_parallel.ranks import assert_all_ranks, messages
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -118,7 +119,7 @@ def _run_save_hooks(accelerator: Accelerator, folder: str) -> dict[int, dict[str
     own, held = list(weights), [list(map(id, state.values())) for state in weights]
     for hook in hooks:
         hook(accelerator._models, weights, folder)
-        desync.wait_for_rank_0()
+        dist.barrier()  # at which the others take part in what rank 0 saves alone
     left = dict(enumerate(weights))
     kept = messages.send_from_one(
         lambda: [
