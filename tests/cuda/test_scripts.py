@@ -35,6 +35,7 @@ SCRIPTS = {
     "unlike shares of data ranks": ("test_batch_shares.py", "as_one_process and dp_shard4_batch_shares1", 1),
     "measured shares": ("test_batch_shares_auto.py", "in_the_middle", 1),
     "losses that gather on the host": ("test_unseen_gradients.py", "unlike_steps and dp_replicate2", None),
+    "calls of rank 0": ("test_calls_of_rank_0.py", "main_process_alone and (dp_shard or tp or pp)", None),
     "async save": ("test_async_save.py", "test_the_same_checkpoints", 0),
 }
 

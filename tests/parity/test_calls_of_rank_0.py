@@ -34,7 +34,7 @@ def loop(spec: str | None, folder: str, out: str, draws: bool) -> dict:
     """Two steps with a barrier after what rank 0 does alone, which it does once more when the others have ended."""
     accelerator, model, optimizer = prepare_loop(spec, folder)
     seen: dict = {"steps": [], "alone": []}
-    for step, batch in enumerate(rows(2, 3, 32)):
+    for step, batch in enumerate(rows(2, 3, 32).to(accelerator.device)):
         seen["steps"].append(take_step(accelerator, model, optimizer, model(input_ids=batch, labels=batch).loss))
         accelerator.wait_for_everyone()
         before = torch.get_rng_state()
