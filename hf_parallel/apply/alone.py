@@ -30,7 +30,7 @@ _ADVICE = "do what is under `if is_main_process` on all ranks, or put a barrier 
 
 
 class Call(NamedTuple):
-    """What the other ranks need to make the same call of a model."""
+    """A call of a model, with all that another rank needs to make it."""
 
     name: str
     args: tuple

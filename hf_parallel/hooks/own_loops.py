@@ -109,7 +109,7 @@ def average(original: Callable, *args: object, **kwargs: object) -> Callable:
 
 @replace("torch.distributed.tensor:DTensor.data", "`p.data = x` is lost")
 def data(original: Any) -> property:
-    """What is assigned is stored. What is written to it counts as a change of the weight, which torch's does not."""
+    """Store what is assigned, and count what is written to `p.data` as a change of the weight, as torch does not."""
 
     def read(tensor: DTensor) -> torch.Tensor:
         return original.__get__(tensor) if torch.is_inference_mode_enabled() else tensor.detach()

@@ -292,7 +292,7 @@ def is_main(original: object) -> property:
     "accelerator:Accelerator.is_main_process}",
     "rank 0 may go on alone from here",
 )
-def note_question(original: property) -> property:
+def is_main_by_script(original: property) -> property:
     """Note that the script has asked: the model's next call without gradients may be rank 0's alone."""
 
     def read(owner: object) -> bool:
