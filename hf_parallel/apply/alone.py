@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
@@ -24,7 +23,8 @@ from hf_parallel.ask.session import of_process
 from hf_parallel.checkpoint.slices import count_changes_from_now, is_changed_alike, refuse_changes_of_rank_0
 from hf_parallel.model.calls import has_cache
 from hf_parallel.ranks.desync import Answering, ask_other_ranks, is_rank_0_alone
-from hf_parallel.ranks.messages import on_request, send_from_one
+from hf_parallel.ranks.local import get_autocast_dtype
+from hf_parallel.ranks.messages import send_from_one, take_requests
 
 _ADVICE = "do what is under `if is_main_process` on all ranks, or put a barrier after it"
 
@@ -40,25 +40,24 @@ class Call(NamedTuple):
     random_states: tuple[torch.Tensor, torch.Tensor | None]
 
 
-def share_calls_of_rank_0(model: nn.Module, device: torch.device) -> int:
+def share_calls_of_rank_0(model: nn.Module, device: torch.device) -> int | None:
     """Let rank 0 call a model while the others wait for it. All ranks call this for the same models in one order.
 
     Returns:
-        The number of the model's calls.
+        The number of the model's calls; None in a dry run.
     """
-    number = len(on_request)
-    on_request.append((weakref.ref(model), functools.partial(_take_part, device)))
+    number = take_requests(model, functools.partial(_take_part, device))
+    if number is None:
+        return None
 
     def at_first_call(model: nn.Module, args: tuple) -> None:
         first.remove()
         count_changes_from_now(model)
 
     first = model.register_forward_pre_hook(at_first_call)
-    share = functools.partial(_share_forward_pass, number, device)
-    model.register_forward_pre_hook(share, prepend=True, with_kwargs=True)
     last = model.register_forward_hook(_end_forward_pass, always_call=True)
-    hooks = cast("OrderedDict[int, Callable]", model._forward_hooks)
-    model.register_forward_pre_hook(lambda *_: hooks.move_to_end(last.id))  # after those that gather outputs
+    share = functools.partial(_share_forward_pass, number, device, last.id)
+    model.register_forward_pre_hook(share, prepend=True, with_kwargs=True)
     return number
 
 
@@ -78,7 +77,9 @@ def generate_with_others(
         return own(model, *args, **kwargs)
 
 
-def _share_forward_pass(number: int, device: torch.device, model: nn.Module, args: tuple, kwargs: dict) -> None:
+def _share_forward_pass(
+    number: int, device: torch.device, end: int, model: nn.Module, args: tuple, kwargs: dict
+) -> None:
     if torch.is_grad_enabled() or not is_rank_0_alone("a model call without gradients"):
         return
     if has_cache(kwargs):
@@ -87,6 +88,7 @@ def _share_forward_pass(number: int, device: torch.device, model: nn.Module, arg
             "use_cache=False"
         )
     _send_call(number, model, _describe("__call__", model, args, kwargs, device))
+    cast("OrderedDict[int, Callable]", model._forward_hooks).move_to_end(end)  # after those that gather outputs
     answering = of_process(Answering)
     answering.rank_0_may_be_alone, answering.is_in_shared_call = False, True
 
@@ -110,11 +112,9 @@ def _in_shared_call(of_forward: bool) -> Iterator[None]:
 
 
 def _describe(name: str, model: nn.Module, args: tuple, kwargs: dict, device: torch.device) -> Call:
-    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     own = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-    to_host: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor.detach().cpu()  # noqa: E731
-    args, kwargs = tree_map_only(torch.Tensor, to_host, (args, kwargs))
-    return Call(name, args, kwargs, model.training, autocast, (torch.get_rng_state(), own))
+    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), (args, kwargs))
+    return Call(name, args, kwargs, model.training, get_autocast_dtype(device), (torch.get_rng_state(), own))
 
 
 def _send_call(number: int, model: nn.Module, call: Call) -> None:

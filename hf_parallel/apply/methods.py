@@ -82,7 +82,7 @@ def replace_methods(
     if pipeline is not None and hasattr(model, "generate"):
         bind(model, "generate", functools.partial(_generate_without_cache, mesh))
     number = share_calls_of_rank_0(model, mesh.device)
-    if hasattr(model, "generate"):
+    if number is not None and hasattr(model, "generate"):
         own: Any = model.generate
         bind(model, "generate", functools.partial(generate_with_others, number, mesh.device, own.__func__))
     if pipeline is not None:

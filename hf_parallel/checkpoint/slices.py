@@ -13,14 +13,13 @@ from types import EllipsisType
 from typing import Protocol, TypeAlias, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.model.anatomy import StoredOrder
 from hf_parallel.ranks import AloneError, ask_other_ranks, assert_all_ranks
 from hf_parallel.ranks.mesh import get_stored
-from hf_parallel.ranks.messages import gather_objects, on_request
+from hf_parallel.ranks.messages import gather_objects, take_requests
 
 
 class Readable(Protocol):
@@ -133,15 +132,16 @@ def let_ask(model: M, gather: Callable[[M], object]) -> None:
     Args:
         gather: returns them on rank 0. Collective.
     """
-    if model in _numbers or dist.get_backend() == "fake":  # a dry run may be one rank's own
+    if model in _numbers:
         return
-    _numbers[model] = len(on_request)
 
     def answer(model: M) -> None:
         if is_changed_alike(model):
             gather(model)
 
-    on_request.append((weakref.ref(model), answer))
+    number = take_requests(model, answer)
+    if number is not None:
+        _numbers[model] = number
 
 
 def is_alone(call: str, model: nn.Module) -> bool:

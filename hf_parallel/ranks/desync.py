@@ -68,10 +68,12 @@ LIBRARIES = (_OWN, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", 
 class AloneError(RuntimeError):
     """A call that all ranks have to make was made by some of them.
 
-    Attributes: `is_served`: do all of the others wait for rank 0, and take part in what it asks?
+    Attributes:
+        is_served: all of the others wait for rank 0, and take part in what it asks.
+        has_other_call: another rank is in a call of another name.
     """
 
-    is_served = False
+    is_served = has_other_call = False
 
     @classmethod
     def of_rank_0(cls, call: str, advice: str | None) -> AloneError:
@@ -81,6 +83,16 @@ class AloneError(RuntimeError):
             f"rank holds a part of the model and takes part: {advice or _ON_ALL_RANKS.format(call)}"
         )
         error.is_served = True
+        return error
+
+    @classmethod
+    def of_calls(cls, call: str, other: str) -> AloneError:
+        """Make the error of a rank in one call while another rank is in another."""
+        error = cls(
+            f"hf_parallel: this rank calls {call}, another one {other}: all ranks take part in both, one after the "
+            "other"
+        )
+        error.has_other_call = True
         return error
 
 
@@ -143,7 +155,7 @@ class DesyncDetector:
         first = room.compare_set("call", "", call).decode()
         if first != call:
             room.set("other", call)
-            raise AloneError(_describe_different_calls(call, first))
+            raise AloneError.of_calls(call, first)
         try:
             is_last = self._sign_in(room, call, advice, may_be_alone=True)
         except AloneError:
@@ -198,7 +210,7 @@ class DesyncDetector:
                     )
                 question = 1  # once more, for they were not asked at one time
             if room.check(["other"]):
-                raise AloneError(_describe_different_calls(call, room.get("other").decode()))
+                raise AloneError.of_calls(call, room.get("other").decode())
             if missing and not said and time.monotonic() > end:
                 said, ranks = True, _format_ranks_in_words(missing)
                 print(f"hf_parallel: {call} on rank {self.rank} waits for {ranks}", file=sys.stderr, flush=True)
@@ -401,12 +413,6 @@ def _group_by_place(places: list[str]) -> str:
     return "; ".join(said)
 
 
-def _describe_different_calls(call: str, other: str) -> str:
-    return (
-        f"hf_parallel: this rank calls {call}, another one {other}: all ranks take part in both, one after the other"
-    )
-
-
 def _format_ranks_in_words(numbers: list[int]) -> str:
     shown = ", ".join(map(str, numbers[:8])) + (" …" if len(numbers) > 8 else "")
     return f"rank{'s' if len(numbers) > 1 else ''} {shown}"
@@ -477,6 +483,9 @@ def is_rank_0_alone(call: str) -> bool:
     """Return True on rank 0 if the others wait for it; return False where all ranks come to this call.
 
     Ranks ask each other only after the script has asked who is the main process, and once for each time.
+
+    Raises:
+        AloneError: another rank is in another call.
     """
     answering = of_process(Answering)
     if not answering.rank_0_may_be_alone or answering.detector is None:
@@ -485,9 +494,11 @@ def is_rank_0_alone(call: str) -> bool:
         return True
     try:
         answering.detector.assert_all_ranks(call, None)
-    except AloneError as error:  # else the others have not asked who they are, and come without this
+    except AloneError as error:  # or the others have not asked who they are, and come without this
         if error.is_served:
             return True
+        if error.has_other_call:
+            raise
     answering.rank_0_may_be_alone = False
     return False
 

@@ -182,6 +182,20 @@ class OneBatch:
 #: Requests by a number that is the same on all ranks: a function that finds the object, if it is still there, and one
 #: that is called with it.
 on_request: list[tuple[Callable[[], Any], Callable[[Any], object]]] = []
+
+
+def take_requests(held: object, do: Callable[[Any], object]) -> int | None:
+    """Let rank 0 ask the others for `do(held)`. All ranks call this for the same objects in the same order.
+
+    Returns:
+        The number of the request; None in a dry run, which may be one rank's own.
+    """
+    if dist.get_backend() == "fake":
+        return None
+    on_request.append((weakref.ref(held), do))
+    return len(on_request) - 1
+
+
 #: Seconds between two looks of a rank that waits for rank 0 alone: the first, the longest at a barrier and at the end.
 _FIRST_PAUSE_S, _BARRIER_S, _PAUSE_S = 0.0005, 0.02, 0.25
 _NO_MORE, _GO_ON = "no more", "go on"
@@ -209,10 +223,8 @@ class Requests:
 
     def serve(self) -> bool:
         """Another rank: do what is asked for, if anything is."""
-        if self.rank == 0 or not self.store.check([f"request/{self.count}/what"]):
-            return False
-        call, number = json.loads(self.store.get(f"request/{self.count}/what"))
-        if call == _GO_ON:
+        call, number = self._read_next() if self.rank > 0 else ("", 0)
+        if call in ("", _GO_ON):
             return False
         room = self._next_room()
         find, do = on_request[number]
@@ -238,13 +250,9 @@ class Requests:
             self._next_room().set("what", json.dumps([_GO_ON, 0]))
             return
 
-        def may_go_on() -> bool:
-            name = f"request/{self.count}/what"
-            return self.store.check([name]) and json.loads(self.store.get(name))[0] == _GO_ON
-
-        self._wait(place, may_go_on, max(_BARRIER_S, _PAUSE_S * dist.get_world_size() / 1024), limit_s)
-        if may_go_on():
-            self._next_room()
+        longest = max(_BARRIER_S, _PAUSE_S * dist.get_world_size() / 1024)
+        self._wait(place, lambda: self._read_next()[0] == _GO_ON, longest, limit_s)
+        self._next_room()  # rank 0 comes to this number, also after the limit
 
     def attend(self, place: str) -> None:
         """Another rank at its end: stay until rank 0 is at its own."""
@@ -275,6 +283,11 @@ class Requests:
     def _count_waiting(self, more: int) -> None:
         if more:
             self.store.add("waiting", more)
+
+    def _read_next(self) -> tuple[str, int]:
+        """Return what rank 0 asks next, and the number of the request; an empty name if it has not asked yet."""
+        name = f"request/{self.count}/what"
+        return tuple(json.loads(self.store.get(name))) if self.store.check([name]) else ("", 0)
 
     def _next_room(self) -> dist.Store:
         self.count += 1
