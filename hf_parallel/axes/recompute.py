@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_parallel.ask.keys.layers import read_recompute_interval
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Axis
-from hf_parallel.model.anatomy import list_transformer_blocks
+from hf_parallel.model.anatomy import find_checkpoint_settings, list_transformer_blocks
 from hf_parallel.ranks import start_all_gather
 from hf_parallel.ranks.mesh import check_alike
 from hf_parallel.ranks.observed import ATTENTION, COLLECTIVE, Store, Within, give_back, is_unchanged, note_result
@@ -128,12 +128,12 @@ def _keep_products(layer: GradientCheckpointingLayer, args: object) -> None:
     from torch.utils.checkpoint import checkpoint
 
     known = vars(layer).get("_gradient_checkpointing_func")
-    settings = getattr(known, "keywords", {})
+    settings = find_checkpoint_settings(layer) or {}
     if known is None or settings.get("context_fn") is make_selective_contexts:
         return
     own = getattr(settings.get("context_fn"), "__module__", "").startswith(__name__.partition(".")[0])  # cp keeps so
     check_selective({**settings, "context_fn": None} if own else settings)
-    if getattr(known, "func", checkpoint) is not checkpoint:
+    if getattr(known, "func", None) is not checkpoint:
         why = "the script has given layers a checkpointing function of its own"
         refuse("activation_checkpointing=selective", why, "activation_checkpointing=none")
     kept = {**settings, "use_reentrant": False, "context_fn": make_selective_contexts}

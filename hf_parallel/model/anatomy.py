@@ -6,6 +6,7 @@ up what every axis needs to know.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import Mapping
@@ -248,6 +249,17 @@ def list_transformer_blocks(model: nn.Module) -> list[nn.Module]:
     if blocks or not lists:
         return blocks
     return list(max(lists, key=lambda blocks: sum(p.numel() for block in blocks for p in block.parameters())))
+
+
+def find_checkpoint_settings(layer: nn.Module) -> Mapping[str, Any] | None:
+    """Return what torch's checkpoint around a layer is called with; None where the script put its own function there.
+
+    Also None where no checkpoint has been switched on.
+    """
+    function = vars(layer).get("_gradient_checkpointing_func")
+    # Transformers' own goes around torch's, where it moves what is kept to the host.
+    known = isinstance(function, functools.partial) and getattr(function.func, "__module__", None)
+    return function.keywords if known in ("torch.utils.checkpoint", "transformers.modeling_utils") else None
 
 
 def is_loss_summed_over_tokens(model: nn.Module) -> bool:

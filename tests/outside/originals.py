@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from tests.outside.cases import TRAINER, Case
+from tests.outside.llama_factory import FACTORY
 from tests.outside.peft_examples import PEFT
 
 SPECS = ("tp=2", "pp=2", "dp_shard=2", "dp_shard=2,zero_stage=1", "cp=2")
@@ -647,4 +648,14 @@ EMBEDDING = {
         ),
     ),
 }
-ORIGINALS = {**INSTRUCTIONS, **EMBEDDING, **TRANSFORMERS, **ACCELERATE, **ALIGNING, **SENTENCES, **PEFT, **OTHERS}
+ORIGINALS = {
+    **INSTRUCTIONS,
+    **EMBEDDING,
+    **TRANSFORMERS,
+    **ACCELERATE,
+    **ALIGNING,
+    **SENTENCES,
+    **PEFT,
+    **FACTORY,
+    **OTHERS,
+}

@@ -25,7 +25,7 @@ import transformers
 def install() -> None:
     """Put all of them in place, in a process that ends with its script."""
     sys.modules["evaluate"] = evaluate_module()
-    sys.modules["nltk"] = nltk_module()
+    sys.modules.update(nltk_modules())
     datasets.load_dataset = loading(datasets.load_dataset)
     huggingface_hub.hf_hub_download = downloading(huggingface_hub.hf_hub_download)
     datasets.Audio.decode_example = decoded
@@ -67,13 +67,19 @@ def evaluate_module() -> types.ModuleType:
     return module
 
 
-def nltk_module() -> types.ModuleType:
-    """`nltk`, which cuts a text into sentences at full stops, and whose data files are all there."""
-    module = types.ModuleType("nltk")
-    module.__spec__ = types.SimpleNamespace(name="nltk", origin=None, submodule_search_locations=None)
-    module.data = types.SimpleNamespace(find=lambda name: name)
-    module.sent_tokenize = lambda text: text.split(". ")
-    return module
+def nltk_modules() -> dict[str, types.ModuleType]:
+    """`nltk`, which cuts a text into sentences at full stops, and whose data files are all there; its BLEU."""
+    names = ("nltk", "nltk.translate", "nltk.translate.bleu_score")
+    nltk, translate, bleu_score = modules = [types.ModuleType(name) for name in names]
+    for module in modules:
+        module.__path__ = []
+        module.__spec__ = types.SimpleNamespace(name=module.__name__, origin=None, submodule_search_locations=None)
+    nltk.data = types.SimpleNamespace(find=lambda name: name)
+    nltk.sent_tokenize = lambda text: text.split(". ")
+    nltk.translate, translate.bleu_score = translate, bleu_score
+    bleu_score.SmoothingFunction = unittest.mock.MagicMock
+    bleu_score.sentence_bleu = lambda references, found, **_: float(found in references)
+    return dict(zip(names, modules, strict=True))
 
 
 class Metric:

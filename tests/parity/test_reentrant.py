@@ -1,8 +1,11 @@
 """What a script says of torch's checkpoint: kept where layers are checkpointed its way, refused by name where not."""
 
+import functools
 import re
+from collections.abc import Callable
 
 import pytest
+from torch.utils.checkpoint import checkpoint
 from transformers import TrainingArguments
 
 from hf_parallel import SpecError, parallelize
@@ -14,14 +17,44 @@ from tests.refusals import pattern_of_refusal
 from tests.training import check_numbers
 
 
-def losses(spec: str | None, settings: dict | None) -> list[float]:
-    """Of two steps of a loop that switches checkpointing on in its own way; 3 rows of 33 tokens."""
+def losses(spec: str | None, settings: dict | None, own: bool = False) -> list[float]:
+    """Of two steps of a loop that switches checkpointing on in its own way; 3 rows of 33 tokens.
+
+    Args:
+        own: the script puts a function of its own around torch's, as LLaMA-Factory does.
+    """
     model = models.build("llama").train()
     if spec:
         parallelize(model, spec)
     if settings is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+    if own:
+        model._set_gradient_checkpointing(True, put_around(functools.partial(checkpoint, **settings)))
     return loops.losses(model, loops.rows(2, 3, 33))
+
+
+def put_around(function: Callable) -> Callable:
+    @functools.wraps(function, assigned=())
+    def checkpoint_trained_layers(*args: object) -> object:
+        return function(*args)
+
+    return checkpoint_trained_layers
+
+
+@pytest.mark.support("recomputed layers")
+@pytest.mark.parametrize("spec", ["cp=2", "dp_shard=2", "pp=2", "tp=2"])
+@pytest.mark.parametrize("settings", [{"use_reentrant": True}, {"use_reentrant": False}], ids=str)
+def test_a_function_of_its_own(spec, settings):
+    check_numbers(run(losses, 2, spec, settings, True), run_alone(losses, None, None))
+
+
+def refuse_own_function() -> None:
+    with pytest.raises(SpecError, match="selective: the script has given layers a checkpointing function of its own"):
+        losses("tp=2,activation_checkpointing=selective", {"use_reentrant": False}, True)
+
+
+def test_a_function_of_its_own_beside_a_policy():
+    run(refuse_own_function, 2)
 
 
 def outcomes(cases: list[tuple[str, dict]]) -> list[list[float] | str]:

@@ -28,7 +28,7 @@ from hf_parallel.axes.context import packs
 from hf_parallel.axes.context.attention import Cut, Exchanged, TakePart, current, join, sum_over_ranks, take
 from hf_parallel.axes.context.choose import Choice
 from hf_parallel.axes.context.layout import Layout, Shape
-from hf_parallel.model.anatomy import Draws
+from hf_parallel.model.anatomy import Draws, find_checkpoint_settings
 from hf_parallel.model.calls import (
     bind_arguments_of,
     compute_targets_of,
@@ -179,12 +179,10 @@ class SequenceCut:
             raise ValueError("hf_parallel: output_attentions=True needs whole matrices of scores; cp_size=1 works")
         layout = self._find_layout(batch)
         for layer in module.modules():  # checkpointed ones keep the output of their attention
-            function = getattr(layer, "_gradient_checkpointing_func", None)
-            if function is None or not getattr(layer, "gradient_checkpointing", False):
-                continue
-            keywords = getattr(function, "keywords", {})
-            # A script's own checkpointing runs attention again.
-            if not keywords.get("use_reentrant", False) and "context_fn" not in keywords:
+            settings = find_checkpoint_settings(layer) if getattr(layer, "gradient_checkpointing", False) else None
+            # A checkpoint of the script's own, or a reentrant one, runs attention again.
+            if settings is not None and not settings.get("use_reentrant") and "context_fn" not in settings:
+                function = vars(layer)["_gradient_checkpointing_func"]
                 keeping = functools.partial(function, context_fn=make_checkpoint_contexts)
                 vars(layer)["_gradient_checkpointing_func"] = keeping
         former, current.cut = current.cut, Cut(layout, self._choose_way(layout.rows)[1])
