@@ -275,8 +275,9 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def _refuse_patch(patch: Patch, why: str, done: list[Undo]) -> None:
     """Refuse a patch of a core library. Of others, what would run unpatched refuses when it is used."""
     library, (first, last) = patch.library, {**CHECKED, "torch": TORCH}[patch.library]
-    known = f"{library} {first}" + (f" to {last}" if last != first else "")
-    text = f"{library} {read_library_version(library)}: {patch.target} {why}; {known} works"
+    found = read_library_version(library)
+    known = last if first == last or Version(first) <= found <= Version(last) else f"{first} to {last}"
+    text = f"{library} {found}: {patch.target} {why}; {library} {known} works"
     if patch.library not in OPTIONAL:
         undo(done)
         refuse_with(text)
@@ -288,8 +289,9 @@ def _refuse_patch(patch: Patch, why: str, done: list[Undo]) -> None:
         owner, name = patch.owner_and_name()
         if hasattr(owner, name) or inspect.isclass(owner):
             _set_attribute(owner, name if hasattr(owner, name) else "__init__", refuses, done)
+        if hasattr(owner, name):
             return
-    of_session(Unusable)[patch.module] = text
+    of_session(Unusable)[patch.module] = text  # a subclass need not call the class's own __init__
 
 
 def _set_attribute(owner: object, name: str, value: object, done: list[Undo]) -> None:

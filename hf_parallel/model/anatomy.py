@@ -6,6 +6,7 @@ up what every axis needs to know.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -317,9 +318,15 @@ def make_packed_order(segments: list[int], tp_size: int, dim: int) -> StoredOrde
 
 
 def get_stored_order(model: nn.Module, key: str) -> StoredOrder | None:
-    """Return the order in which the tensor of this full name is stored, or None if it is the model's own."""
+    """Return the order in which the tensor of this full name is stored, or None if it is the model's own.
+
+    A module around a model may name the model's tensors as the model itself does, as TRL's value heads do.
+    """
     owner, _, name = key.rpartition(".")
-    return getattr(model.get_submodule(owner), "stored_orders", {}).get(name)
+    for part in (model, *model.children()):
+        with contextlib.suppress(AttributeError):
+            return getattr(part.get_submodule(owner), "stored_orders", {}).get(name)
+    raise LookupError(f"{type(model).__name__} has no {key}")
 
 
 # ---- Models without memory for weights ------------------------------------------------------------------------------

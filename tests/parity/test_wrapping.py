@@ -71,6 +71,26 @@ def test_a_trainer_saves_a_part_of_a_model_with_two_bases(spec, runs):
     runs.compare(train_embedder, spec, runs.initial("bert"))
 
 
+class Valued(Pooled):
+    """Its state names the tensors of the model as the model itself does, as TRL's value heads do."""
+
+    def state_dict(self, *args, **kwargs):
+        state = super().state_dict(*args, **kwargs)
+        return {name.removeprefix("encoder."): tensor for name, tensor in state.items()}
+
+
+def train_valued(spec: str | None, out: str, folder: str) -> Outcome:
+    data_ranks = activate(spec)
+    rows = {"train_dataset": data("bert", 22, 11), "eval_dataset": data("bert", 5, 12)}
+    return fit(*trainer_of(Valued(folder), out, data_ranks, **rows), f"{out}/saved")
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2"])
+def test_a_state_with_the_names_of_the_model(spec, runs):
+    """Under tp queries, keys and values of one matrix lie in another order on the ranks."""
+    runs.compare(train_valued, spec, runs.initial("phi3"))
+
+
 def test_a_pipeline_is_refused():
     around = nn.Sequential(nn.Linear(1, 1))
     around[0]._hf_parallel = "pipelined"

@@ -40,9 +40,9 @@ def versions(monkeypatch):
 
 @pytest.fixture
 def library(monkeypatch, tmp_path, versions):
-    """An installed trl 9.9 whose module `extra` is `code`."""
+    """An installed trl 9.9, or of another version, whose module `extra` is `code`."""
 
-    def make(code, name="trl"):
+    def make(code, name="trl", version="9.9"):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         (folder / "__init__.py").write_text("")
@@ -50,7 +50,7 @@ def library(monkeypatch, tmp_path, versions):
         for module in [module for module in sys.modules if module.partition(".")[0] == name]:
             monkeypatch.delitem(sys.modules, module)
         monkeypatch.syspath_prepend(tmp_path)
-        versions(**{name: "9.9"})
+        versions(**{name: version})
 
     yield make
     for module in ("trl.extra", "trl"):
@@ -84,6 +84,18 @@ def test_the_signature_decides_and_only_use_is_refused(library):
         refuse_unpatched("trl.extra")
     undo(done)
     assert (extra.same(2), extra.changed(3), extra.Thing().kept()) == (2, 3, 1)
+    refuse_unpatched("trl.extra")
+
+
+def test_a_subclass_that_makes_itself_is_refused_too(library):
+    """LLaMA-Factory's trainers leave out the `__init__` of TRL's, which would refuse."""
+    library("class Thing:\n    def kept(self): return 1\n", version="0.24.0")
+    done = apply_patches([Patch("trl.extra:Thing.gone", doubled, "")])
+    import trl.extra  # noqa: F401
+
+    with pytest.raises(SpecError, match="trl 0.24.0: trl.extra:Thing.gone does not exist; trl 1.16 works"):
+        refuse_unpatched("trl.extra")
+    undo(done)
     refuse_unpatched("trl.extra")
 
 
@@ -141,6 +153,8 @@ def test_what_older_trainers_do_otherwise():
         patches.setitem(sys.modules, "trl.old_trainer", module)
         with pytest.raises(SpecError, match=pattern_of_refusal("DPOTrainer", works="trl 0.29 or newer works")):
             trl_trainers.check_trl_trainer(pairs(), None, None)
+        with pytest.raises(SpecError, match=pattern_of_refusal("DPOTrainer", works="trl 0.29 or newer works")):
+            trl_trainers.concatenated_forward(None, pairs(), None, {})
         with pytest.raises(SpecError, match=pattern_of_refusal("SFTTrainer", 4, works="trl 0.26 or newer works")):
             trl_trainers.check_trl_trainer(packed(), None, None, types.SimpleNamespace(is_loaded_in_4bit=True))
 

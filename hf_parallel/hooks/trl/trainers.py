@@ -11,7 +11,7 @@ import hashlib
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -163,8 +163,8 @@ def check_trl_trainer(
         servers.check_servers(trainer, args)
         return
     refuse_unpatched(kind.__module__, "trl.trainer.utils")
-    if kind.__name__ == "DPOTrainer" and hasattr(kind, "concatenated_forward"):
-        refuse("DPOTrainer", "in TRL before 0.29 keeps chosen and rejected rows apart", "trl 0.29 or newer")
+    if kind.__name__ == "DPOTrainer" and hasattr(kind, "concatenated_forward") and not _makes_pairs_itself(trainer):
+        _refuse_columns_of_pairs()
     makes_adapters = hasattr(sys.modules[kind.__module__], "get_peft_model")
     if getattr(model, "is_loaded_in_4bit", False) and not makes_adapters:  # older ones cast adapters on 4 bits
         refuse(kind.__name__, "on a base in 4 bits casts shards in TRL before 0.26", "trl 0.26 or newer")
@@ -195,8 +195,30 @@ def check_trl_trainer(
     )
 
 
+def _makes_pairs_itself(trainer: Trainer) -> bool:
+    """Has a subclass of DPO before TRL 0.29 its own batches, as LLaMA-Factory's? They may hold anything."""
+    own = getattr(type(trainer), "concatenated_forward", None)
+    return own is not None and not own.__module__.startswith("trl.")
+
+
+def _refuse_columns_of_pairs() -> NoReturn:
+    refuse("DPOTrainer", "in TRL before 0.29 keeps chosen and rejected rows apart", "trl 0.29 or newer")
+
+
+@patch(
+    "trl.trainer.dpo_trainer:DPOTrainer.concatenated_forward",
+    "keeps chosen and rejected rows apart, which a subclass may ask for",
+    before="0.29",
+)
+def concatenated_forward(original: Callable, self: Trainer, *args: object, **kwargs: object) -> NoReturn:
+    """Refuse TRL's own way of pairs where a subclass that is let through asks for it after all."""
+    _refuse_columns_of_pairs()
+
+
 def count_trl_rows_per_example(trainer: Trainer) -> int | None:
-    """2 where batches hold pairs; None if it is no trainer of TRL's."""
+    """2 where batches hold pairs; None if it is no trainer of TRL's, or makes batches of its own."""
+    if _makes_pairs_itself(trainer):
+        return None
     if online.is_trainer_among(trainer, _PAIRS):
         return 2
     return 1 if online.is_trainer_among(trainer, (*_TOKENS, *_EXAMPLES)) else None
@@ -233,7 +255,9 @@ def needs_whole_batches(trainer: Trainer) -> bool:
     return couples and online.is_trainer_among(trainer, online.TRAINERS)
 
 
-@patch("trl.trainer.{dpo_trainer:DPOTrainer,kto_trainer:KTOTrainer}.compute_ref_log_probs", "asks one stage")
+@patch(
+    "trl.trainer.{dpo_trainer:DPOTrainer,kto_trainer:KTOTrainer}.compute_ref_log_probs", "asks one stage", since="1.8"
+)
 def reference_log_probs(
     original: Callable, self: Trainer, *args: PreTrainedModel | dict
 ) -> object:  # before TRL 1.9 without the model
@@ -339,7 +363,7 @@ def torch_call(original: Callable, self: DataCollatorForLanguageModeling, exampl
 # ---- KTO ---------------------------------------------------------------------------------------------------------
 
 
-@patch("trl.trainer.kto_trainer:KTOTrainer._prepare_dataset", "pairs per process")
+@patch("trl.trainer.kto_trainer:KTOTrainer._prepare_dataset", "pairs per process", since="1.8")
 def prepare_dataset(
     original: Callable,
     self: Trainer,
@@ -353,15 +377,43 @@ def prepare_dataset(
         return original(self, dataset, processing_class, args, dataset_name)
 
 
-@patch("trl.trainer.kto_trainer:KTOTrainer._compute_kl_logps", "mean of means")
+@patch("trl.trainer.kto_trainer:KTOTrainer.__init__", "pairs per process", before="1.8")
+def refuse_pairs_of_processes(original: Callable, self: Trainer, *args: object, **kwargs: object) -> NoReturn:
+    """Refuse a KTO that is not a subclass with pairs of its own, as LLaMA-Factory's is."""
+    refuse("KTOTrainer", "in TRL before 1.8 pairs prompts with completions of one process", "trl 1.8 or newer")
+
+
+@patch("trl.trainer.kto_trainer:KTOTrainer._compute_kl_logps", "mean of means", since="1.8")
 def kl_logps(original: Callable, self: Trainer, model: nn.Module, batch: dict) -> object:
     """KTO averages the means of data ranks that have rows: weighted by them, unlike parts give the whole mean."""
-    result, rows = original(self, model, batch), _count_own_trl_examples(self)
-    if result is None or rows is None:
-        return result
-    totals = torch.tensor([float(rows), float(rows > 0)], device=result.device)
+    logps = original(self, model, batch)
+    return logps if hasattr(self, "kto_loss") else _weigh_by_rows(self, logps)
+
+
+@patch("trl.trainer.kto_trainer:KTOTrainer.kto_loss", "mean of means", before="0.29")
+def kto_loss(
+    original: Callable,
+    self: Trainer,
+    policy_chosen_logps: torch.Tensor,
+    policy_rejected_logps: torch.Tensor,
+    policy_KL_logps: torch.Tensor | None,
+    reference_chosen_logps: torch.Tensor,
+    reference_rejected_logps: torch.Tensor,
+    reference_KL_logps: torch.Tensor | None,
+) -> object:
+    """The same, where a subclass computes log-probabilities in its own way."""
+    policy_KL_logps, reference_KL_logps = (_weigh_by_rows(self, it) for it in (policy_KL_logps, reference_KL_logps))
+    policy = policy_chosen_logps, policy_rejected_logps, policy_KL_logps
+    return original(self, *policy, reference_chosen_logps, reference_rejected_logps, reference_KL_logps)
+
+
+def _weigh_by_rows(trainer: Trainer, logps: torch.Tensor | None) -> torch.Tensor | None:
+    rows = _count_own_trl_examples(trainer)
+    if logps is None or rows is None:
+        return logps
+    totals = torch.tensor([float(rows), float(rows > 0)], device=logps.device)
     dist.all_reduce(totals, group=runtime.mesh().data_group)
-    return result * (rows * totals[1] / totals[0])
+    return logps * (rows * totals[1] / totals[0])
 
 
 def _count_own_trl_examples(trainer: Trainer) -> int | None:
