@@ -25,7 +25,7 @@ import sysconfig
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -425,11 +425,14 @@ class Answering:
         explained_by: says more of a deadlock than the detector does; given what is known, has it told?
         rank_0_may_be_alone: the script has asked who is the main process since all ranks last called a model.
         is_in_shared_call: rank 0 calls a model now, and the others, who wait for it, do so, too.
+        runs_for_rank_0: while a pipeline's last stage runs a part of the script for all its stages: is rank 0 the
+            first of them?
     """
 
     detector: DesyncDetector | None = None
     explained_by: Callable[[str], bool] | None = None
     rank_0_may_be_alone = is_in_shared_call = False
+    runs_for_rank_0: bool | None = None
 
 
 def get_store() -> dist.Store | None:
@@ -479,6 +482,30 @@ def note_question(asker: FrameType) -> None:
         of_process(Answering).rank_0_may_be_alone = True
 
 
+@contextlib.contextmanager
+def run_for_stages(group: dist.ProcessGroup) -> Iterator[None]:
+    """Run a part of the script for all stages of a pipeline, whose ranks the group has in their order.
+
+    All of them are in one call of the script's. In the place of rank 0 its last stage is the main process.
+    """
+    answering = of_process(Answering)
+    former, answering.runs_for_rank_0 = answering.runs_for_rank_0, dist.get_process_group_ranks(group)[0] == 0
+    try:
+        yield
+    finally:
+        answering.runs_for_rank_0 = former
+
+
+def is_main_process(is_first: bool) -> bool:
+    """Is this the main process, which is the first one but where another runs a part of the script for it?
+
+    Args:
+        is_first: is it the first process, of all or of its node?
+    """
+    runs_for_rank_0 = of_process(Answering).runs_for_rank_0
+    return is_first if runs_for_rank_0 is None else runs_for_rank_0
+
+
 def is_rank_0_alone(call: str) -> bool:
     """Return True on rank 0 if the others wait for it; return False where all ranks come to this call.
 
@@ -488,7 +515,7 @@ def is_rank_0_alone(call: str) -> bool:
         AloneError: another rank is in another call.
     """
     answering = of_process(Answering)
-    if not answering.rank_0_may_be_alone or answering.detector is None:
+    if not answering.rank_0_may_be_alone or answering.detector is None or answering.runs_for_rank_0 is not None:
         return False
     if answering.detector.requests.are_all_others_waiting():
         return True

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, default_data_collator
 
+from hf_parallel.ranks import desync
 from tests import models
 from tests.distributed import run, run_alone
 from tests.rows import VOCABULARY, Rows
@@ -69,6 +70,23 @@ class MonitoredLoss(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class KeptFigures(Trainer):
+    """Keeps a figure on the main process alone, and logs it with the step, as KTO of TRL 0.24 does."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        with torch.no_grad():
+            spreads = model(input_ids=inputs["input_ids"]).logits.std(-1).mean(-1)
+        figures = vars(self).setdefault("figures", [])
+        accelerator = self.accelerator
+        if all([accelerator.is_main_process, accelerator.is_local_main_process, self.is_world_process_zero()]):
+            figures += spreads.tolist()
+        return ShiftedLoss.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+
+    def log(self, logs, *args, **kwargs):
+        figures = vars(self).pop("figures", [])
+        super().log({**logs, "spread": sum(figures) / len(figures)} if figures else logs, *args, **kwargs)
+
+
 class WeighedByText(Trainer):
     """Looks at the texts of the examples, which lie in the batch as a list of strings, and weighs each by its own."""
 
@@ -99,6 +117,7 @@ TRAINERS = {
     "chunked": ChunkedLoss,
     "shifted": ShiftedLoss,
     "monitored": MonitoredLoss,
+    "figures": KeptFigures,
     "texts": WeighedByText,
     "gpt2": Trainer,
 }
@@ -115,6 +134,11 @@ class Spreads(TrainerCallback):
             self.logs.append({"loss": logs["spread"], "grad_norm": logs["spread"]})
 
 
+def ask_nobody(self: object, call: str, *args: object) -> None:
+    """All ranks are in the script's loss, so the last stage has nobody to ask, and nobody who would answer."""
+    assert call != "a model call without gradients"
+
+
 def train(spec: str | None, out: str, kind: str) -> Outcome:
     """Three steps, the last one so ragged that a data rank has no row."""
     data_ranks = activate(spec)
@@ -127,7 +151,9 @@ def train(spec: str | None, out: str, kind: str) -> Outcome:
         rest = (None, data, None, None, None, None, None, [recorder], (optimizer, schedule))
         return fit(Trainer(model, arguments_of(out, data_ranks), *rest), recorder)  # all by position
     sets = {"train_dataset": data, "eval_dataset": Rows(5, 12), "recorder": recorder}
-    spreads = [Spreads(recorder.logs)] if kind == "monitored" else []
+    spreads = [Spreads(recorder.logs)] if kind in ("monitored", "figures") else []
+    if kind == "figures":
+        desync.DesyncDetector.assert_all_ranks = ask_nobody
     settings = {"per_device_eval_batch_size": 8, "remove_unused_columns": kind != "texts"}
     sets |= {"data_collator": with_texts} if kind == "texts" else {}
     return fit(*trainer_of(model, out, data_ranks, settings, TRAINERS[kind], callbacks=spreads, **sets))
@@ -144,11 +170,12 @@ def train(spec: str | None, out: str, kind: str) -> Outcome:
         *(("chunked", spec) for spec in ("pp=2", "tp=2", "pp=2,dp_shard=2", "tp=2,pp=2")),
         *(("shifted", spec) for spec in ("pp=2", "tp=2,pp=2")),
         ("monitored", "pp=2"),
+        ("figures", "pp=2"),
         *(("texts", spec) for spec in ("pp=2", "dp_shard=2", "tp=2,pp=2", "pp=2,dp_shard=2")),
     ],
 )
 def test_same_numbers_as_one_process(runs, kind, spec, capfd):
-    steps = 7 if kind == "monitored" else 3  # what is looked at in each of them, and in the evaluation
+    steps = 7 if kind in ("monitored", "figures") else 3  # what is looked at in each of them, and in the evaluation
     for rank in runs.compare(train, spec, kind):
         assert len(rank.logs) == steps
         assert (rank.eval_loss is None) == (kind == "optimizer")

@@ -34,6 +34,7 @@ from hf_parallel.axes.pipeline.stages import (
 from hf_parallel.axes.pipeline.torch_stage import Recorder
 from hf_parallel.model.anatomy import get_text_config
 from hf_parallel.model.calls import Batch
+from hf_parallel.ranks import desync
 from hf_parallel.ranks.mesh import ParallelMesh, get_stored
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ class Session:
         pipelines = self.engine.pipelines
         former, pipelines.session = pipelines.session, self
         try:
-            yield
+            with desync.run_for_stages(self.engine.group):
+                yield
         finally:
             pipelines.session = former
 

@@ -282,7 +282,7 @@ def is_main(original: object) -> property:
 
     def read(state: PartialState) -> bool:
         desync.note_question(sys._getframe(1))
-        return dist.get_rank() == 0
+        return desync.is_main_process(dist.get_rank() == 0)
 
     return property(read)
 
@@ -297,7 +297,7 @@ def is_main_by_script(original: property) -> property:
 
     def read(owner: object) -> bool:
         desync.note_question(sys._getframe(1))
-        return original.__get__(owner)
+        return desync.is_main_process(original.__get__(owner))
 
     return property(read)
 
@@ -333,13 +333,17 @@ def one_of_all(original: property) -> property:
     """Rank 0 of all, or of each node where `save_on_each_node` or `log_on_each_node` is on."""
     assert original.fget is not None
     setting = original.fget.__name__.removeprefix("should_") + "_on_each_node"
-    return property(lambda args: args.local_process_index == 0 if getattr(args, setting) else dist.get_rank() == 0)
+
+    def read(args: TrainingArguments) -> bool:
+        return desync.is_main_process((args.local_process_index if getattr(args, setting) else dist.get_rank()) == 0)
+
+    return property(read)
 
 
 @patch("transformers.trainer:Trainer.is_world_process_zero", "goes by data rank")
 def is_world_process_zero(original: Callable, self: Trainer) -> bool:
     """Rank 0 of all."""
-    return dist.get_rank() == 0
+    return desync.is_main_process(dist.get_rank() == 0)
 
 
 @patch("transformers.training_args:TrainingArguments.main_process_first", "one data rank may be several")

@@ -79,10 +79,13 @@ class Joined:
 
 def remember_counts(trainer: Trainer) -> Callable[[], None]:
     """A function after which the trainer has counted and collected no more than now."""
+    known = set(vars(trainer))
     counters = {name: value for name, value in vars(trainer).items() if _is_collection(value)}
     before = copy.deepcopy(counters)
 
     def restore() -> None:
+        for name in [name for name, value in vars(trainer).items() if name not in known and _is_collection(value)]:
+            delattr(trainer, name)
         for name, value in counters.items():
             former = copy.deepcopy(before[name])
             # A container gets its former content: others may hold it too.
