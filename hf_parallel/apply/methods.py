@@ -267,16 +267,13 @@ def find_models_inside(model: nn.Module, config: ParallelConfig) -> dict[str, Pr
     if hasattr(model, "base_model_prefix"):
         return {}
     found: dict[str, PreTrainedModel] = {}
-    for name, module in model.named_modules():
-        inside = hasattr(module, "_hf_parallel") or (config.tp_size > 1 and hasattr(module, "base_model_prefix"))
+    for name, module in model.named_modules():  # PEFT's wrappers show what is in them as their own
+        of_transformers = hasattr(type(module), "base_model_prefix")
+        inside = "_hf_parallel" in vars(module) or (config.tp_size > 1 and of_transformers)
         if name and inside and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = module
-    kind = type(model).__name__
     if found and config.pp_size > 1:
-        refuse(f"pp_size={config.pp_size}", f"{kind} is a module around a model", "pp_size=1")
-    for part in found.values():
-        if hasattr(part, "peft_config"):
-            refuse(f"adapters in a model inside {kind}", "not part of this version", "training its weights")
+        refuse(f"pp_size={config.pp_size}", f"{type(model).__name__} is a module around a model", "pp_size=1")
     return found
 
 
@@ -365,6 +362,8 @@ def _build_plain_part(part: PreTrainedModel, tensors: dict[str, torch.Tensor]) -
     """Build the model that transformers would load from these weights, with the modules that `part` has."""
     with torch.device("meta"):
         model = type(part)(copy.deepcopy(part.config))
+        if part._hf_parallel.copy_adapters is not None:
+            part._hf_parallel.copy_adapters(part, model)
     for name, module in part.named_modules():
         kept = module._modules
         new = model.get_submodule(name)

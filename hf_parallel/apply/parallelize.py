@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -148,6 +148,7 @@ class ParallelState:
     notes: list[str] = field(default_factory=list)
     parts: tuple[PreTrainedModel, ...] = ()
     around: weakref.ref[nn.Module] | None = None  # the module that this model is a part of
+    copy_adapters: Callable[[PreTrainedModel, PreTrainedModel], None] | None = None  # the model's, into a plain one
     reported: bool = False
     counts_tokens: bool = False
     said: set[str] = field(default_factory=set)  # lines that are printed once, and have been

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from types import EllipsisType
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -123,25 +124,36 @@ M = TypeVar("M", bound=nn.Module)
 
 _ADVICE = "call trainer.save_model(), or model.save_pretrained without state_dict, on all ranks (docs/idioms.md)"
 _OTHERWISE = "save what hf_parallel.full_state_dict(model) gives, called on all ranks (docs/idioms.md)"
-_numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+
+@dataclass
+class _Asked:
+    """The number of a model's request, and how its whole tensors are gathered now."""
+
+    number: int
+    gather: Callable[[Any], object]
+
+
+_asked: weakref.WeakKeyDictionary[nn.Module, _Asked] = weakref.WeakKeyDictionary()
 
 
 def let_ask(model: M, gather: Callable[[M], object]) -> None:
     """Let rank 0 ask for the whole tensors of a model. All ranks call this for the same models in the same order.
 
     Args:
-        gather: returns them on rank 0. Collective.
+        gather: returns them on rank 0, in the place of what an earlier call has given for the model. Collective.
     """
-    if model in _numbers:
+    if model in _asked:
+        _asked[model].gather = gather
         return
 
     def answer(model: M) -> None:
         if is_changed_alike(model):
-            gather(model)
+            _asked[model].gather(model)
 
     number = take_requests(model, answer)
     if number is not None:
-        _numbers[model] = number
+        _asked[model] = _Asked(number, gather)
 
 
 def is_alone(call: str, model: nn.Module) -> bool:
@@ -150,11 +162,11 @@ def is_alone(call: str, model: nn.Module) -> bool:
     Raises:
         AloneError: they are elsewhere, or save another model.
     """
-    number = _numbers.get(model, 0)
+    number = _asked[model].number if model in _asked else 0
     try:
         assert_all_ranks(f"{call} of model {number + 1}" if number else call)
     except AloneError as error:
-        if not error.is_served or model not in _numbers:
+        if not error.is_served or model not in _asked:
             raise
         return True
     return False
@@ -166,7 +178,7 @@ def gather_asked(model: M, gather: Callable[[M], dict[str, torch.Tensor]]) -> di
     Raises:
         AloneError: they are not where they can be asked.
     """
-    ask_other_ranks("save_pretrained", _numbers[model], _ADVICE)
+    ask_other_ranks("save_pretrained", _asked[model].number, _ADVICE)
     refuse_changes_of_rank_0(model)
     return gather(model)
 

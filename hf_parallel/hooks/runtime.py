@@ -215,6 +215,11 @@ def pretend_mesh(mesh: ParallelMesh) -> contextlib.AbstractContextManager[None]:
     return replacing(of_session(_Active), runtime=Runtime(mesh.config, "a dry run", mesh, pretended=True))
 
 
+def set_layout_aside() -> contextlib.AbstractContextManager[None]:
+    """Let patches do inside the `with` what they do without a layout, as for a plain copy of a model."""
+    return replacing(of_session(_Active), runtime=None)
+
+
 def find_parallel_state(model: PreTrainedModel) -> ParallelState | None:
     """Return the state of a model as Trainer or Accelerator hold it, wrapped by torch.compile or not."""
     return state_of(getattr(model, "_orig_mod", model))

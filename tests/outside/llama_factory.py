@@ -7,7 +7,6 @@ BASE = (
     "--dataset_dir SOURCES/LLaMA-Factory/data --template alpaca --cutoff_len 65 --max_samples 22 --overwrite_cache "
     f"--do_train {TRAINER} --max_steps 3 --seed 1"
 )
-ALL_ROWS = BASE.replace("--max_samples 22 ", "")
 ROWS = "--model_name_or_path ROOT/llama --dataset alpaca_en_demo"
 EVALUATED = "--val_size 0.4 --eval_strategy steps --eval_steps 2 --compute_accuracy"
 LORA = "--finetuning_type lora --lora_rank 4 --lora_target all --lora_dropout 0"
@@ -67,10 +66,5 @@ FACTORY = {
     "LLaMA-Factory pt": Case(
         TRAIN,
         f"--stage pt --model_name_or_path ROOT/llama --dataset c4_demo {BASE} --finetuning_type full {EVALUATED}",
-    ),
-    "LLaMA-Factory pt, streaming": Case(
-        TRAIN,
-        f"--stage pt --model_name_or_path ROOT/llama --dataset c4_demo {ALL_ROWS} --finetuning_type full --streaming "
-        "--buffer_size 7",
     ),
 }

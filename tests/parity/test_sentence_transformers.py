@@ -17,6 +17,7 @@ from sentence_transformers import (
     losses,
 )
 from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
+from transformers.integrations import peft as integration
 
 from tests.distributed import RankFailure, run, run_alone
 from tests.outside import materials
@@ -49,14 +50,25 @@ def model_of(folder: str) -> SentenceTransformer:
     return SentenceTransformer(modules=[encoder, Pooling(32), Dense(32, 11)])
 
 
+def adapted(folder: str) -> SentenceTransformer:
+    """The same with adapters in the encoder; its own layer trains as before."""
+    from peft import LoraConfig
+
+    integration.MIN_PEFT_VERSION = "0.20.0"  # Transformers 5.24 asks for a PEFT that is not out yet
+    model = model_of(folder)
+    model.add_adapter(LoraConfig(r=3, target_modules=["query", "value"], init_lora_weights=False))
+    return model
+
+
 def trainer_of_pairs(
     folder: str, out: str, loss: str, data_ranks: int
 ) -> tuple[SentenceTransformerTrainer, Recorder, torch.Tensor]:
     """What a script makes, and what the model gives before it has a trainer."""
-    model = model_of(folder)
+    model = adapted(folder) if loss == "adapters" else model_of(folder)
     before = model.encode(TEXTS, convert_to_tensor=True)
     of_model: Any = {
         "cosine": lambda: losses.CosineSimilarityLoss(model),
+        "adapters": lambda: losses.CosineSimilarityLoss(model),
         "gathered": lambda: losses.MultipleNegativesRankingLoss(model),
         "cosent": lambda: losses.CoSENTLoss(model),
         "matryoshka": lambda: losses.MatryoshkaLoss(model, losses.AnglELoss(model), matryoshka_dims=[11, 5]),
@@ -67,7 +79,7 @@ def trainer_of_pairs(
         "softmax": lambda: losses.SoftmaxLoss(model, 11, num_labels=5),
     }
     columns = {"first": sentences(0), "second": sentences(5)}
-    if loss in ("cosine", "cosent", "matryoshka"):
+    if loss in ("adapters", "cosine", "cosent", "matryoshka"):
         columns["score"] = [row % 5 / 4 for row in range(ROWS)]
     if loss == "mined":
         columns = {"sentence": columns["first"], "label": [row % 3 for row in range(ROWS)]}
@@ -96,6 +108,7 @@ def train(spec: str | None, out: str, folder: str, loss: str) -> Outcome:
 
 def encoded(folder: str) -> torch.Tensor:
     """By the library alone."""
+    integration.MIN_PEFT_VERSION = "0.20.0"
     return SentenceTransformer(folder).encode(TEXTS, convert_to_tensor=True)
 
 
@@ -117,6 +130,7 @@ def folder(tmp_path_factory):
     [
         *(("tp=2", "cosine"), ("dp_shard=2", "gathered"), ("tp=2,dp_shard=2", "gathered"), ("dp_shard=2", "cosent")),
         *(("dp_shard=2,zero_stage=1", "matryoshka"), ("dp_shard=2", "mined"), ("dp_shard=2", "cached")),
+        *(("dp_shard=2", "adapters"), ("tp=2", "adapters")),
     ],
     ids=str,
 )

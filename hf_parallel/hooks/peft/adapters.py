@@ -116,7 +116,7 @@ def place_adapters(model: PeftModel) -> None:
     state = runtime.find_parallel_state(base)
     if state is not None:
         place_in_base(base, state)
-        slices.let_ask(model, _gather_saved_tensors)
+        slices.let_ask(model, gather_saved_tensors)
 
 
 @patch("peft.tuners.tuners_utils:_get_in_out_features", "reads sizes off shards and packed weights", copies=True)
@@ -230,6 +230,11 @@ def _refuse_unplaced(model: nn.Module, args: tuple) -> None:
 # ---- saving and loading -------------------------------------------------------------------------------------------
 
 
+def _get_base(model: PeftModel | PreTrainedModel) -> PreTrainedModel:
+    """Return the model that holds adapters, which Transformers' own `add_adapter` puts in without a model around."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 @patch("peft.peft_model:PeftModel.save_pretrained", "writes shards of one stage")
 def save_pretrained(original: Callable, self: PeftModel, save_directory: str, *args: object, **kwargs: object) -> None:
     """Write peft's own folder on rank 0 from whole adapters. Collective, but with `state_dict`."""
@@ -237,8 +242,8 @@ def save_pretrained(original: Callable, self: PeftModel, save_directory: str, *a
     if state is None:
         original(self, save_directory, *args, **kwargs)
         return
-    base, given = self.get_base_model(), kwargs.get("state_dict")
-    gather = functools.partial(_gather_saved_tensors, embeddings=kwargs.get("save_embedding_layers", "auto"))
+    base, given = _get_base(self), kwargs.get("state_dict")
+    gather = functools.partial(gather_saved_tensors, embeddings=kwargs.get("save_embedding_layers", "auto"))
     if given is None and not slices.is_alone("save_pretrained", self):
         kwargs["state_dict"] = gather(self)
         with join_current_save(state.mesh) as saving:  # at its end all ranks wait
@@ -254,13 +259,13 @@ def save_pretrained(original: Callable, self: PeftModel, save_directory: str, *a
             embeddings = all(name in given for name in names if name in own) and "auto"
             names = names if embeddings else _list_saved_names(self, state, embeddings)
             if slices.are_own_parts(self, given, names):
-                gather = functools.partial(_gather_saved_tensors, embeddings=embeddings)
+                gather = functools.partial(gather_saved_tensors, embeddings=embeddings)
                 kwargs["state_dict"] = slices.make_whole_tensors(self, given, names, gather)
         with show_all_stages(base, state):
             original(self, save_directory, *args, **kwargs)
 
 
-def _gather_saved_tensors(model: PeftModel, embeddings: object = "auto") -> dict[str, torch.Tensor]:
+def gather_saved_tensors(model: PeftModel, embeddings: object = "auto") -> dict[str, torch.Tensor]:
     """Gather the tensors that peft saves, as rank 0 is asked for it. Collective."""
     state = runtime.find_parallel_state(model)
     assert state is not None
@@ -278,7 +283,7 @@ def _list_saved_names(model: PeftModel, state: ParallelState, embeddings: object
         # A method may compute from several tensors what it saves.
         tensors = model.state_dict().items()
         return {name for name, t in tensors if not isinstance(t, DTensor) or name.rpartition(".")[0] in places}
-    with show_all_stages(model.get_base_model(), state), warnings.catch_warnings():
+    with show_all_stages(_get_base(model), state), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they come when peft saves
         names = list(model.state_dict())
         shown = {name: torch.tensor([number]) for number, name in enumerate(names)}

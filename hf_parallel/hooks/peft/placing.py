@@ -24,7 +24,7 @@ from hf_parallel.axes.tensor.layers import TensorParallelLayer, get_local, hold_
 from hf_parallel.axes.tensor.tensor_parallel import SplitExperts, shard_parameter
 from hf_parallel.checkpoint.slices import find_local_part, read_part
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.patching import patch
+from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.hooks.peft.whole import has_whole_adapters, merge_into_whole_weights, unshard
 from hf_parallel.model.calls import bind_by_name
 
@@ -100,9 +100,22 @@ def place_in_base(model: PreTrainedModel, state: ParallelState) -> None:
         state.pipeline.services.adapters = AdapterState(model)
     if state.mesh.config.sharing_size > 1:
         add_late_parameters(state.root)
+    state.copy_adapters = copy_adapters
     waiting = model.__dict__.pop("_hf_parallel_unplaced", None)
     if waiting is not None:
         waiting.remove()
+
+
+def copy_adapters(model: PreTrainedModel, plain: PreTrainedModel) -> None:
+    """Put adapters as those of a parallel model into a plain one, which has no values yet."""
+    from peft import inject_adapter_in_model
+
+    with runtime.set_layout_aside():
+        for name, config in model.peft_config.items():
+            with replacing(config, init_lora_weights=True):  # what starts from the base's weights would read them
+                inject_adapter_in_model(config, plain, name)
+    plain.peft_config, plain._hf_peft_config_loaded = model.peft_config, model._hf_peft_config_loaded
+    AdapterState(model).set_in(plain, AdapterState(model).read())
 
 
 def _split_adapter(name: str, wrapper: BaseTunerLayer, base: nn.Module, state: ParallelState) -> None:

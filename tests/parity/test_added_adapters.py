@@ -1,0 +1,58 @@
+"""Adapters that Transformers' own `add_adapter` puts in, on a model by itself and inside a module around it."""
+
+import pytest
+import torch
+import transformers.integrations.peft as integration
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+
+from tests.adapters import ATTENTION, MLP, SPECS
+from tests.distributed import run, run_alone
+from tests.rows import data
+from tests.training import Outcome, activate, check_numbers, fit, trainer_of
+
+#: Transformers 5.24 asks for a PEFT that is not out yet; its code works with this one.
+integration.MIN_PEFT_VERSION = "0.20.0"
+CONFIG = {"r": 3, "lora_alpha": 8, "init_lora_weights": False}
+
+
+def train(spec: str | None, out: str, folder: str) -> Outcome:
+    """A Trainer script after `model.add_adapter`; what is saved are the adapters."""
+    data_ranks = activate(spec)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(7)
+    model.add_adapter(LoraConfig(target_modules=[*ATTENTION, *MLP], **CONFIG))
+    sets = {"train_dataset": data("odd", 19, 11), "eval_dataset": data("odd", 5, 12)}
+    outcome = fit(*trainer_of(model, out, data_ranks, **sets), f"{out}/saved")
+    model.disable_adapters()
+    outcome.more = logits(model)
+    return outcome
+
+
+def logits(model: torch.nn.Module) -> list[float]:
+    with torch.no_grad():
+        return model(input_ids=torch.arange(18).view(2, 9)).logits.double().norm(dim=-1).flatten().tolist()
+
+
+@pytest.mark.support("LoRA")
+@pytest.mark.parametrize("spec", [*SPECS, "cp=2"])
+def test_as_in_one_process(runs, spec):
+    ranks, reference = runs.compare(train, spec, runs.initial("odd")), runs.alone(train, runs.initial("odd"))
+    check_numbers([rank.more for rank in ranks], reference.more)
+
+
+def load(spec: str | None, folder: str, adapters: str) -> list[float]:
+    """From the folder of adapters alone, and into a model that is there."""
+    activate(spec)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.load_adapter(adapters)
+    found = logits(model)
+    model.set_adapter("default")
+    return found + logits(AutoModelForCausalLM.from_pretrained(adapters))
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2"])
+def test_loaded_as_in_one_process(runs, spec):
+    initial = runs.initial("odd")
+    adapters = runs.alone(train, initial).folder
+    check_numbers(run(load, 2, spec, initial, adapters, init=False), run_alone(load, None, initial, adapters))
