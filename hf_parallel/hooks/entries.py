@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,6 @@ from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.model.calls import bind_by_name
 from hf_parallel.ranks import assert_all_ranks, desync
-from hf_parallel.ranks.groups import time_out
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,8 +43,7 @@ def wait_for_all(original: Callable, *args: object, **kwargs: object) -> object:
     """At a barrier of all ranks the others take part in what rank 0 does alone, until it comes, too."""
     given = bind_by_name(original, args, kwargs)
     if given.get("group") in (None, dist.group.WORLD) and not given.get("async_op"):
-        limit = time_out()
-        desync.wait_for_rank_0(math.inf if limit is None else limit.total_seconds())
+        desync.wait_for_rank_0()
     return original(*args, **kwargs)
 
 

@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from hf_parallel.ask.session import of_process
 from hf_parallel.ranks import messages, observed
+from hf_parallel.ranks.groups import time_out
 from hf_parallel.ranks.messages import Requests
 
 #: Seconds that ranks may come apart before anybody is asked, and before a line says who is waited for.
@@ -530,15 +531,38 @@ def is_rank_0_alone(call: str) -> bool:
     return False
 
 
-def wait_for_rank_0(limit_s: float = math.inf) -> None:
+def wait_for_rank_0() -> None:
     """Return when rank 0 is in this call; until then this rank takes part in what rank 0 does alone.
 
-    Args:
-        limit_s: seconds without a request after which a rank goes on.
+    After the time-out of the group without a request it goes on: what follows has that time-out, too.
     """
     detector = of_process(Answering).detector
     if detector is not None and threading.get_ident() == detector.watched and not detector.closed.is_set():
-        detector.requests.wait_for_rank_0(f"is at {_find_script_line(sys._getframe(1))}", limit_s)
+        limit = time_out()
+        place = f"is at {_find_script_line(sys._getframe(1))}"
+        detector.requests.wait_for_rank_0(place, math.inf if limit is None else limit.total_seconds())
+
+
+@contextlib.contextmanager
+def let_rank_0_be_alone() -> Iterator[None]:
+    """Let rank 0 look for the others at a model call inside the `with`, at whose end all ranks come together."""
+    answering = of_process(Answering)
+    answering.rank_0_may_be_alone = True
+    yield
+    answering.rank_0_may_be_alone = False
+
+
+def come_together(work: dist.Work, place: str) -> None:
+    """Wait for a collective of all ranks; until rank 0 comes, the others take part in what it does alone.
+
+    Args:
+        place: where they wait, for messages.
+    """
+    detector = of_process(Answering).detector
+    if detector is None or detector.closed.is_set():
+        work.wait()
+    else:
+        detector.requests.come_together(work, place)
 
 
 def part() -> None:

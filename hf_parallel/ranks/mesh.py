@@ -227,6 +227,14 @@ class ParallelMesh:
         """
         return make_host_group() if self.config.async_save else self.host_group
 
+    @functools.cached_property
+    def host_group_of_callbacks(self) -> dist.ProcessGroup:
+        """Return a group of all ranks over host memory where ranks wait for callbacks, which use the other groups.
+
+        Collective over all ranks at the first use.
+        """
+        return make_host_group()
+
     def group_on_host(self, axis: str) -> dist.ProcessGroup:
         """Return a group of the ranks of `group(axis)` over host memory. Collective over all ranks."""
         return self.groups.on_host(list_axis_ranks(self.config, axis), self.group(axis))

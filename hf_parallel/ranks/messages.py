@@ -213,7 +213,7 @@ class Requests:
 
     def __init__(self, store: dist.Store, rank: int, sign_in: Callable[[dist.Store, str, str | None], object]) -> None:
         self.store, self.rank, self.sign_in = store, rank, sign_in
-        self.count, self.waits_at, self._go_on = 0, "", ""
+        self.count, self.waits_at, self._go_on, self.meetings = 0, "", "", 0
 
     def ask(self, call: str, number: int, advice: str) -> None:
         """Rank 0: return when the others are about to do `on_request[number]`, as this one is then to do itself."""
@@ -254,6 +254,17 @@ class Requests:
         self._wait(place, lambda: self._read_next()[0] == _GO_ON, longest, limit_s)
         self._next_room()  # rank 0 comes to this number, also after the limit
 
+    def come_together(self, work: dist.Work, place: str) -> None:
+        """Return when a collective of all ranks is over; until rank 0 is in it, the others do what it asks."""
+        if self.rank > 0:
+            end = time.monotonic() + _BARRIER_S
+            while not work.is_completed() and time.monotonic() < end:
+                time.sleep(_FIRST_PAUSE_S)
+            if not work.is_completed():
+                self._wait(place, work.is_completed, _BARRIER_S)
+        work.wait()
+        self.meetings += 1
+
     def attend(self, place: str) -> None:
         """Another rank at its end: stay until rank 0 is at its own."""
         if self.rank > 0:
@@ -262,7 +273,8 @@ class Requests:
 
     def are_all_others_waiting(self) -> bool:
         """Rank 0: return whether each other rank waits for this one at a barrier or at its end."""
-        return self.rank == 0 and self.store.add("waiting", 0) == dist.get_world_size() - 1
+        key = self._waiting
+        return self.rank == 0 and self.store.check([key]) and self.store.add(key, 0) == dist.get_world_size() - 1
 
     def end(self) -> None:
         """Tell the others that rank 0 asks no more."""
@@ -277,12 +289,18 @@ class Requests:
                 pause, start = _FIRST_PAUSE_S, time.monotonic()
             time.sleep(pause)
             pause = min(2 * pause, longest)
-        self._count_waiting(-1)
+        if self.store.add(self._waiting, -1) == 0:  # nobody waits any more
+            self.store.delete_key(self._waiting)
         self.waits_at = ""
+
+    @property
+    def _waiting(self) -> str:
+        """The key of the number of ranks that wait for rank 0; those of an earlier meeting are on their way."""
+        return f"waiting/{self.meetings}"
 
     def _count_waiting(self, more: int) -> None:
         if more:
-            self.store.add("waiting", more)
+            self.store.add(self._waiting, more)
 
     def _read_next(self) -> tuple[str, int]:
         """Return what rank 0 asks next, and the number of the request; an empty name if it has not asked yet."""

@@ -1,14 +1,16 @@
 """Callbacks that decide something on one rank alone, as by a clock: all ranks do what rank 0 decides."""
 
 import os
+import time
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from tests.distributed import run
+from tests.distributed import run, run_alone
 from tests.refusals import find_line
 from tests.rows import data
-from tests.training import activate, arguments_of, trainer_of
+from tests.training import activate, arguments_of, check_numbers, none, trainer_of, weight_differences
 
 
 class Decides(TrainerCallback):
@@ -70,3 +72,51 @@ def test_another_rank_does_not_decide(runs, tmp_path, capfd):
     out = run(train, 2, "tp=2", folder, str(tmp_path), "on_step_end", "should_training_stop", 1, True, init=False)
     assert [rank[0] for rank in out] == [4, 4]
     assert find_line(capfd.readouterr().err, "control.should_training_stop", "False on rank 0", "True on rank 1")
+
+
+class Shows(TrainerCallback):
+    """What scripts do with their model where `state.is_world_process_zero`: samples, losses, a copy of the weights."""
+
+    def __init__(self, out: str):
+        self.out, self.seen = out, []
+
+    def show(self, args, state, control, model=None, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        batch = torch.arange(22).view(2, 11).to(model.device)
+        with torch.no_grad():
+            loss = model(input_ids=batch, labels=batch).loss.item()
+        model.save_pretrained(f"{self.out}/{len(self.seen)}")
+        self.seen.append((loss, model.generate(batch, max_new_tokens=5, do_sample=False).tolist()))
+
+    on_step_end = on_evaluate = on_save = on_train_end = show
+
+
+def train_and_show(spec: str | None, folder: str, out: str, shown: str) -> tuple[list, list[float]]:
+    """What the callback has seen, and the losses of the steps."""
+    ranks = activate(spec)
+    settings = arguments_of(
+        out, ranks, max_steps=3, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2
+    )
+    model, callback = AutoModelForCausalLM.from_pretrained(folder), Shows(shown)
+    options = {"train_dataset": data("llama", 60, 1), "eval_dataset": data("llama", 5, 2), "callbacks": [callback]}
+    trainer, _ = trainer_of(model, out, settings=settings, **options)
+    trainer.train()
+    return callback.seen, [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "pp=2", "cp=2", "dp_replicate=2"])
+def test_what_rank_0_shows(runs, tmp_path, spec):
+    """Its evaluations, samples and saved weights are those of one process, and so is the training around them."""
+    folder, before = runs.initial("llama"), time.monotonic()
+    expected, losses = run_alone(train_and_show, None, folder, str(tmp_path / "one"), str(tmp_path / "shown"))
+    alone = time.monotonic() - before
+    ranks = run(train_and_show, 2, spec, folder, str(tmp_path / "two"), str(tmp_path / spec), init=False)
+    assert time.monotonic() - before - alone < 60  # nobody waits for the end of anybody's patience, 24 times
+    (seen, first), (nothing, second) = ranks
+    assert (len(seen), len(expected), nothing) == (8, 8, [])
+    check_numbers([first, second], losses)
+    check_numbers([[loss for loss, _ in seen]], [loss for loss, _ in expected])
+    assert [tokens for _, tokens in seen] == [tokens for _, tokens in expected]
+    for place in range(8):
+        none(weight_differences(f"{tmp_path}/{spec}/{place}", f"{tmp_path}/shown/{place}", 1e-6))

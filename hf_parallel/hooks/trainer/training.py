@@ -45,7 +45,7 @@ from hf_parallel.model.calls import bind_by_name
 from hf_parallel.monitor.meter import COMPUTE
 from hf_parallel.monitor.profile import Profile
 from hf_parallel.monitor.session import list_known_groups
-from hf_parallel.ranks import messages
+from hf_parallel.ranks import desync, messages
 
 if TYPE_CHECKING:
     from torch import nn
@@ -132,7 +132,9 @@ def on_evaluate(
         return original(args, state, control, metrics, **kwargs)
     own = {key: value for key, value in metrics.items() if not key.endswith(_SPEEDS)}
     metrics.update(_take_from_rank_0(trainer, "the value of", own))
-    control = original(args, state, control, metrics, **kwargs)
+    with desync.let_rank_0_be_alone():
+        control = original(args, state, control, metrics, **kwargs)
+        desync.wait_for_rank_0()
     asked = {key: value for key, value in vars(control).items() if key.startswith("should_")}
     vars(control).update(_take_from_rank_0(trainer, "a callback's", asked))
     return control
