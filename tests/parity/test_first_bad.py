@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
+from hf_parallel.axes.pipeline.schedules import count_micro_batches
 from hf_parallel.ranks.mesh import get_stored
 from tests.distributed import RankFailure, run, run_alone
 from tests.resuming import train
@@ -36,21 +37,19 @@ class Fault:
 
     def __init__(self, module, rank, micro_batch, how, trainer):
         self.trainer, self.here, self.how, self.calls = trainer, dist.get_rank() == rank, how, 0
-        self.wanted = micro_batch
+        self.wanted, self.step = micro_batch, 0
+        config = trainer.model._hf_parallel.config
+        rows = trainer.args.per_device_train_batch_size
+        self.each = 1 if config.pp_size == 1 else count_micro_batches(rows, config)  # calls for each batch
         found = dict(trainer.model.named_modules())[module]
         found.register_forward_hook(self.spoil)
-        trainer.compute_loss = partial(self.counted, trainer.compute_loss)
-
-    def counted(self, compute_loss, *args, **kwargs):
-        """Batches of a step are numbered as they come."""
-        if self.trainer.state.global_step != getattr(self, "step", None):
-            self.step, self.calls = self.trainer.state.global_step, 0
-        self.calls += 1
-        return compute_loss(*args, **kwargs)
 
     def spoil(self, module, args, output):
-        second = (self.calls - 1) % 2 + 1 == self.wanted  # computed once more, they come once more
-        if self.here and second and self.trainer.state.global_step == BAD_STEP - 1:
+        if self.trainer.state.global_step != self.step:
+            self.step, self.calls = self.trainer.state.global_step, 0
+        self.calls += 1
+        batch = (self.calls - 1) // self.each % 2 + 1  # computed once more, they come once more
+        if self.here and batch == self.wanted and self.step == BAD_STEP - 1:
             return Spoilt.apply(output) if self.how == "backward" else output * math.nan
         return output
 

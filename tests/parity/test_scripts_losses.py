@@ -1,5 +1,6 @@
 """Losses and optimizers as scripts bring them: means of their own, optimizers made or prepared apart."""
 
+import functools
 import types
 
 import pytest
@@ -216,6 +217,11 @@ def with_penalty(self, model, inputs, return_outputs=False, num_items_in_batch=N
     return (loss, outputs) if return_outputs else loss
 
 
+def add_penalty(compute_loss, model, inputs, return_outputs=False, **kwargs):
+    result = compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+    return (result[0] + 0.25, result[1]) if return_outputs else result + 0.25
+
+
 def mean_of_tokens(self, model, inputs, return_outputs=False, num_items_in_batch=None):
     """As `MeanLoss`, for all trainers of the process."""
     return MeanLoss.compute_loss(self, model, inputs, return_outputs)
@@ -241,6 +247,8 @@ def assigned(spec, out, way):
         before = trainer.compute_loss
         trainer.compute_loss = lambda *args, **kwargs: before(*args, **kwargs) + 0.25
         trainer.eval_dataset = None
+    elif way == "partial":
+        trainer.compute_loss = functools.partial(add_penalty, trainer.compute_loss)
     elif way == "class, late":
         Trainer.compute_loss = mean_of_tokens
     elif way == "step of a prediction":
@@ -254,7 +262,7 @@ def assigned(spec, out, way):
         Trainer.compute_loss = former
 
 
-WAYS = ("method", "around", "class", "class, late", "step of a prediction", "step of the class")
+WAYS = ("method", "around", "partial", "class", "class, late", "step of a prediction", "step of the class")
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
@@ -292,11 +291,10 @@ def does_know_processes(trainer: Trainer) -> bool:
     last = classes.index(Trainer) + (vars(Trainer)["compute_loss"].__module__ != Trainer.__module__)
     overrides = (vars(cls).get("compute_loss") for cls in classes[:last])
     for function in filter(None, overrides):  # a function, method, partial or callable object
-        while isinstance(function, functools.partial):
-            function = function.func
-        function = inspect.unwrap(function)
-        code = getattr(getattr(function, "__func__", function), "__code__", None)
-        code = type(function).__call__.__code__ if code is None else code
-        if _PROCESSES & set(code.co_names):
+        while (partial := isinstance(function, functools.partial)) or hasattr(function, "__wrapped__"):
+            function = function.func if partial else function.__wrapped__
+        function = getattr(function, "__func__", function)
+        code = getattr(function if hasattr(function, "__code__") else type(function).__call__, "__code__", None)
+        if code is not None and _PROCESSES & set(code.co_names):
             return True
     return False
