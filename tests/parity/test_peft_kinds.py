@@ -21,7 +21,7 @@ from tests.counting import CountCollectives
 from tests.distributed import run
 from tests.resuming import STEPS, STOP, log_differences, trained
 from tests.rows import data, pad
-from tests.training import activate, fit, none, trainer_of, weight_differences
+from tests.training import Tolerance, activate, fit, none, trainer_of, weight_differences
 
 TARGETS = {"target_modules": ["q_proj", "o_proj", "down_proj"]}
 #: Methods that put prompts before the tokens or adapt whole attention modules: PEFT merges none of them.
@@ -137,7 +137,9 @@ def test_as_in_one_process(runs, kind, spec):
 @pytest.mark.parametrize("kind", sorted({*_WHOLE_KINDS, *LORA} - {*_OF_WHOLE_SEQUENCES, "activated"}))
 @pytest.mark.parametrize("spec", ["cp=2", "cp=2,dp_shard=2"])
 def test_parts_of_sequences(runs, kind, spec):
-    runs.compare(adapted, spec, kind, runs.initial("llama", num_hidden_layers=3))
+    # A spectrum is drawn from a normal distribution: fp32 keeps its largest numbers, of size 3, to 2.4e-7.
+    tolerance = Tolerance(weights=3e-6) if kind == "FOURIERFT" else Tolerance()
+    runs.compare(adapted, spec, kind, runs.initial("llama", num_hidden_layers=3), tolerance=tolerance)
 
 
 @pytest.mark.parametrize("kind", ["IA3", "VERA", "kasa", "PROMPT_TUNING"])
