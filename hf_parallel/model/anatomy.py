@@ -258,9 +258,11 @@ def find_checkpoint_settings(layer: nn.Module) -> Mapping[str, Any] | None:
     Also None where no checkpoint has been switched on.
     """
     function = vars(layer).get("_gradient_checkpointing_func")
+    if not isinstance(function, functools.partial):
+        return None
     # Transformers' own goes around torch's, where it moves what is kept to the host.
-    known = isinstance(function, functools.partial) and getattr(function.func, "__module__", None)
-    return function.keywords if known in ("torch.utils.checkpoint", "transformers.modeling_utils") else None
+    known = ("torch.utils.checkpoint", "transformers.modeling_utils")
+    return function.keywords if getattr(function.func, "__module__", None) in known else None
 
 
 def is_loss_summed_over_tokens(model: nn.Module) -> bool:
