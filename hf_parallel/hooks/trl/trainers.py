@@ -256,7 +256,7 @@ def needs_whole_batches(trainer: Trainer) -> bool:
 
 
 @patch(
-    "trl.trainer.{dpo_trainer:DPOTrainer,kto_trainer:KTOTrainer}.compute_ref_log_probs", "asks one stage", since="1.8"
+    "trl.trainer.{dpo_trainer:DPOTrainer,kto_trainer:KTOTrainer}.compute_ref_log_probs", "asks one stage", since="1.6"
 )
 def reference_log_probs(
     original: Callable, self: Trainer, *args: PreTrainedModel | dict
@@ -363,7 +363,7 @@ def torch_call(original: Callable, self: DataCollatorForLanguageModeling, exampl
 # ---- KTO ---------------------------------------------------------------------------------------------------------
 
 
-@patch("trl.trainer.kto_trainer:KTOTrainer._prepare_dataset", "pairs per process", since="1.8")
+@patch("trl.trainer.kto_trainer:KTOTrainer._prepare_dataset", "pairs per process", since="1.6")
 def prepare_dataset(
     original: Callable,
     self: Trainer,
@@ -377,20 +377,20 @@ def prepare_dataset(
         return original(self, dataset, processing_class, args, dataset_name)
 
 
-@patch("trl.trainer.kto_trainer:KTOTrainer.__init__", "pairs per process", before="1.8")
+@patch("trl.trainer.kto_trainer:KTOTrainer.__init__", "pairs per process", before="1.6")
 def refuse_pairs_of_processes(original: Callable, self: Trainer, *args: object, **kwargs: object) -> NoReturn:
     """Refuse a KTO that is not a subclass with pairs of its own, as LLaMA-Factory's is."""
-    refuse("KTOTrainer", "in TRL before 1.8 pairs prompts with completions of one process", "trl 1.8 or newer")
+    refuse("KTOTrainer", "in TRL before 1.6 pairs prompts with completions of one process", "trl 1.6 or newer")
 
 
-@patch("trl.trainer.kto_trainer:KTOTrainer._compute_kl_logps", "mean of means", since="1.8")
+@patch("trl.trainer.kto_trainer:KTOTrainer._compute_kl_logps", "mean of means", since="1.6")
 def kl_logps(original: Callable, self: Trainer, model: nn.Module, batch: dict) -> object:
     """KTO averages the means of data ranks that have rows: weighted by them, unlike parts give the whole mean."""
     logps = original(self, model, batch)
     return logps if hasattr(self, "kto_loss") else _weigh_by_rows(self, logps)
 
 
-@patch("trl.trainer.kto_trainer:KTOTrainer.kto_loss", "mean of means", before="0.29")
+@patch("trl.trainer.kto_trainer:KTOTrainer.kto_loss", "mean of means", before="1.6")
 def kto_loss(
     original: Callable,
     self: Trainer,
