@@ -133,7 +133,7 @@ def _keep_products(layer: GradientCheckpointingLayer, args: object) -> None:
         return
     own = getattr(settings.get("context_fn"), "__module__", "").startswith(__name__.partition(".")[0])  # cp keeps so
     check_selective({**settings, "context_fn": None} if own else settings)
-    if getattr(known, "func", None) is not checkpoint:
+    if getattr(known, "func", known) is not checkpoint:
         why = "the script has given layers a checkpointing function of its own"
         refuse("activation_checkpointing=selective", why, "activation_checkpointing=none")
     kept = {**settings, "use_reentrant": False, "context_fn": make_selective_contexts}

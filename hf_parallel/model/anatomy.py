@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hf_parallel.ask.session import of_process
 from hf_parallel.ask.spec import get_first_line, refuse
@@ -257,12 +258,13 @@ def find_checkpoint_settings(layer: nn.Module) -> Mapping[str, Any] | None:
 
     Also None where no checkpoint has been switched on.
     """
-    function = vars(layer).get("_gradient_checkpointing_func")
-    if not isinstance(function, functools.partial):
-        return None
+    function: Any = vars(layer).get("_gradient_checkpointing_func")
+    settings: Mapping[str, Any] = {}
+    if isinstance(function, functools.partial):
+        function, settings = function.func, function.keywords
     # Transformers' own goes around torch's, where it moves what is kept to the host.
-    known = ("torch.utils.checkpoint", "transformers.modeling_utils")
-    return function.keywords if getattr(function.func, "__module__", None) in known else None
+    is_known = function is checkpoint or getattr(function, "__module__", None) == "transformers.modeling_utils"
+    return settings if is_known else None
 
 
 def is_loss_summed_over_tokens(model: nn.Module) -> bool:

@@ -48,6 +48,23 @@ def test_a_function_of_its_own(spec, settings):
     check_numbers(run(losses, 2, spec, settings, True), run_alone(losses, None, None))
 
 
+def switched(spec: str | None) -> list[float]:
+    """Checkpointing is switched off and on once more, as TRL does around what it generates."""
+    model = models.build("llama").train()
+    if spec:
+        parallelize(model, spec)
+    model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_disable()
+    found = loops.losses(model, loops.rows(1, 3, 33))
+    model.gradient_checkpointing_enable()
+    return found + loops.losses(model, loops.rows(1, 3, 33))
+
+
+@pytest.mark.parametrize("spec", ["tp=2,activation_checkpointing=selective", "cp=2"])
+def test_switched_off_and_on(spec):
+    check_numbers(run(switched, 2, spec), run_alone(switched, None))
+
+
 def refuse_own_function() -> None:
     with pytest.raises(SpecError, match="selective: the script has given layers a checkpointing function of its own"):
         losses("tp=2,activation_checkpointing=selective", {"use_reentrant": False}, True)
