@@ -312,7 +312,9 @@ def _weigh_result(self: Trainer, result: Computed, targets: torch.Tensor | None)
             record.told_unknown = True
             report.say(
                 "the script's loss is taken for a mean over rows: if data ranks have different numbers of targets, it "
-                "is the mean of their means, not one process's loss; divide by num_items_in_batch to have that"
+                "is the mean of their means, not one process's loss; divide by num_items_in_batch to have that. A sum "
+                f"over rows is 1/{mesh.data_size} of one process's: multiply it by accelerator.num_processes, with "
+                "dataloader_drop_last=True"
             )
     return (loss, *outputs) if outputs else loss
 
