@@ -80,8 +80,9 @@ class AloneError(RuntimeError):
     def of_rank_0(cls, call: str, advice: str | None) -> AloneError:
         """Make the error of a call of rank 0 while the others wait for it."""
         error = cls(
-            f"hf_parallel: {call} was called on rank 0, and the others wait for it at a barrier or have ended. Every "
-            f"rank holds a part of the model and takes part: {advice or _ON_ALL_RANKS.format(call)}"
+            f"hf_parallel: {call} was called on rank 0, and the others wait for it at a barrier, at the end of a "
+            "callback or of the script. Every rank holds a part of the model and takes part: "
+            f"{advice or _ON_ALL_RANKS.format(call)}"
         )
         error.is_served = True
         return error

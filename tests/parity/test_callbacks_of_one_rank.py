@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from tests.distributed import run, run_alone
 from tests.refusals import find_line
@@ -77,6 +77,8 @@ def test_another_rank_does_not_decide(runs, tmp_path, capfd):
 class Shows(TrainerCallback):
     """What scripts do with their model where `state.is_world_process_zero`: samples, losses, a copy of the weights."""
 
+    trainer: Trainer
+
     def __init__(self, out: str):
         self.out, self.seen = out, []
 
@@ -86,7 +88,8 @@ class Shows(TrainerCallback):
         batch = torch.arange(22).view(2, 11).to(model.device)
         with torch.no_grad():
             loss = model(input_ids=batch, labels=batch).loss.item()
-        model.save_pretrained(f"{self.out}/{len(self.seen)}")
+        where = f"{self.out}/{len(self.seen)}"
+        model.save_pretrained(where) if len(self.seen) % 2 else self.trainer.save_model(where)
         self.seen.append((loss, model.generate(batch, max_new_tokens=5, do_sample=False).tolist()))
 
     on_step_end = on_evaluate = on_save = on_train_end = show
@@ -100,9 +103,9 @@ def train_and_show(spec: str | None, folder: str, out: str, shown: str) -> tuple
     )
     model, callback = AutoModelForCausalLM.from_pretrained(folder), Shows(shown)
     options = {"train_dataset": data("llama", 60, 1), "eval_dataset": data("llama", 5, 2), "callbacks": [callback]}
-    trainer, _ = trainer_of(model, out, settings=settings, **options)
-    trainer.train()
-    return callback.seen, [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    callback.trainer, _ = trainer_of(model, out, settings=settings, **options)
+    callback.trainer.train()
+    return callback.seen, [log["loss"] for log in callback.trainer.state.log_history if "loss" in log]
 
 
 @pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "pp=2", "cp=2", "dp_replicate=2"])

@@ -27,16 +27,28 @@ def quick() -> None:
     desync.PATIENCE_S, desync.LOOK_S, desync.STILL_S, desync.DEADLOCK_S = 0.3, 0.2, 0.5, 2.0
 
 
-class Saves(TrainerCallback):
-    """What users write: the main process saves its best model so far."""
+def call_alone(call, trainer) -> None:
+    """A Trainer that saves on the main process amid its step, and comes to no barrier after it."""
+    log = trainer._maybe_log_save_evaluate
 
-    def __init__(self, call, trainer):
-        self.call, self.trainer = call, trainer
+    def save_and_log(*args, **kwargs):
+        if dist.get_rank() == 0 and trainer.state.global_step == 2:
+            call(trainer, trainer.model, f"{trainer.args.output_dir}/best")
+        return log(*args, **kwargs)
+
+    trainer._maybe_log_save_evaluate = save_and_log
+
+
+class Evaluates(TrainerCallback):
+    """What users write, where the others wait at the end of the callback, and cannot take part."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
         trainer.add_callback(self)
 
-    def on_step_end(self, args, state, control, model=None, **kwargs):
+    def on_step_end(self, args, state, control, **kwargs):
         if state.is_world_process_zero and state.global_step == 2:
-            self.call(self.trainer, model, f"{args.output_dir}/best")
+            self.trainer.evaluate()
 
 
 CALLS = {
@@ -50,7 +62,7 @@ def alone(spec: str, folder: str, out: str, name: str) -> None:
 
     quick()
     activate(spec)
-    train(folder, out, axes(spec)["data_ranks"], change=partial(Saves, CALLS[name]), **SHORT)
+    train(folder, out, axes(spec)["data_ranks"], change=partial(call_alone, CALLS[name]), **SHORT)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +75,19 @@ def test_one_rank_that_saves_while_the_others_train(runs, tmp_path, spec, name):
         run(alone, 2, spec, runs.initial("llama"), str(tmp_path), name, init=False, timeout=LIMIT_S)
     assert time.monotonic() - start < SOON_S
     assert caught.value.kinds[0] == "AloneError"
-    assert find_line(caught.value.message, name, "rank 0", "rank 1", "resuming.py", f"call {name} on all ranks")
+    assert find_line(caught.value.message, name, "rank 0", "rank 1", "test_desync.py", f"call {name} on all ranks")
+
+
+def evaluates(folder: str, out: str) -> None:
+    activate("tp=2")
+    train(folder, out, change=Evaluates, **SHORT)
+
+
+def test_an_evaluation_in_a_callback_of_rank_0(runs, tmp_path):
+    with pytest.raises(RankFailure) as caught:
+        run(evaluates, 2, runs.initial("llama"), str(tmp_path), init=False, timeout=LIMIT_S)
+    assert caught.value.kinds[0] == "AloneError"
+    assert find_line(caught.value.message, "trainer.evaluate", "rank 0", "end of a callback", "on all ranks")
 
 
 def stop_alone(trainer) -> None:
