@@ -36,6 +36,8 @@ SCRIPTS = {
     "measured shares": ("test_batch_shares_auto.py", "in_the_middle", 1),
     "losses that gather on the host": ("test_unseen_gradients.py", "unlike_steps and dp_replicate2", None),
     "calls of rank 0": ("test_calls_of_rank_0.py", "main_process_alone and (dp_shard or tp or pp)", None),
+    "callbacks of rank 0": ("test_callbacks_of_one_rank.py", "rank_0_shows and (dp_shard or pp)", None),
+    "adapters of add_adapter": ("test_added_adapters.py", "one_process and (dp_shard2 or tp2_pp2)", None),
     "async save": ("test_async_save.py", "test_the_same_checkpoints", 0),
 }
 

@@ -31,7 +31,13 @@ def train(spec: str | None, out: str, folder: str) -> Outcome:
 
 def logits(model: torch.nn.Module) -> list[float]:
     with torch.no_grad():
-        return model(input_ids=torch.arange(18).view(2, 9)).logits.double().norm(dim=-1).flatten().tolist()
+        return (
+            model(input_ids=torch.arange(18).view(2, 9).to(model.device))
+            .logits.double()
+            .norm(dim=-1)
+            .flatten()
+            .tolist()
+        )
 
 
 @pytest.mark.support("LoRA")

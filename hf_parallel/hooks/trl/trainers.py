@@ -401,7 +401,7 @@ def kto_loss(
     reference_rejected_logps: torch.Tensor,
     reference_KL_logps: torch.Tensor | None,
 ) -> object:
-    """The same, where a subclass computes log-probabilities in its own way."""
+    """Weigh log-probabilities that a subclass has computed in its own way."""
     policy_KL_logps, reference_KL_logps = (_weigh_by_rows(self, it) for it in (policy_KL_logps, reference_KL_logps))
     policy = policy_chosen_logps, policy_rejected_logps, policy_KL_logps
     return original(self, *policy, reference_chosen_logps, reference_rejected_logps, reference_KL_logps)
