@@ -157,14 +157,14 @@ def let_ask(model: M, gather: Callable[[M], object]) -> None:
 
 
 def is_alone(call: str, model: nn.Module) -> bool:
-    """Return True on rank 0 if the others wait for it at a barrier or at their end; else when all are in this call.
+    """Return True on rank 0 if the others wait for it elsewhere; else return when all are in this call.
 
     Raises:
         AloneError: they are elsewhere, or save another model.
     """
     number = _asked[model].number if model in _asked else 0
     try:
-        assert_all_ranks(f"{call} of model {number + 1}" if number else call)
+        assert_all_ranks(f"{call} of model {number + 1}" if number else call, is_served=True)
     except AloneError as error:
         if not error.is_served or model not in _asked:
             raise

@@ -26,6 +26,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -70,7 +71,7 @@ class AloneError(RuntimeError):
     """A call that all ranks have to make was made by some of them.
 
     Attributes:
-        is_served: all of the others wait for rank 0, and take part in what it asks.
+        is_served: all of the others wait for rank 0, at a barrier or in another call, and take part in what it asks.
         has_other_call: another rank is in a call of another name.
     """
 
@@ -80,12 +81,24 @@ class AloneError(RuntimeError):
     def of_rank_0(cls, call: str, advice: str | None) -> AloneError:
         """Make the error of a call of rank 0 while the others wait for it."""
         error = cls(
-            f"hf_parallel: {call} was called on rank 0, and the others wait for it at a barrier, at the end of a "
-            "callback or of the script. Every rank holds a part of the model and takes part: "
+            f"hf_parallel: {call} was called on rank 0, and the others wait for it at a barrier, in another call, at "
+            "the end of a callback or of the script. Every rank holds a part of the model and takes part: "
             f"{advice or _ON_ALL_RANKS.format(call)}"
         )
         error.is_served = True
         return error
+
+    @classmethod
+    def of_ranks(cls, call: str, rank: int, others: str, advice: str | None) -> AloneError:
+        """Make the error of a rank in a call where others do not come to it.
+
+        Args:
+            others: which one is where.
+        """
+        return cls(
+            f"hf_parallel: {call} was called on rank {rank}, but {others}. Every rank holds a part of the model and "
+            f"takes part: {advice or _ON_ALL_RANKS.format(call)}"
+        )
 
     @classmethod
     def of_calls(cls, call: str, other: str) -> AloneError:
@@ -98,6 +111,40 @@ class AloneError(RuntimeError):
         return error
 
 
+@dataclass
+class _Meeting:
+    """A call of all ranks, in whose room of the store they sign in.
+
+    Attributes:
+        signs_later: this is rank 0 in what it can do alone, too, so it signs when another one is seen in this call.
+    """
+
+    room: dist.Store
+    call: str
+    advice: str | None
+    rank: int
+    world_size: int
+    signs_later: bool = False
+    is_last: bool = False
+
+    def sign(self) -> None:
+        """Tell the others that this rank is here."""
+        self.signs_later = False
+        self.room.set(str(self.rank), "")
+        self.is_last = self.room.add("count", 1) == self.world_size
+        if self.is_last:
+            self.room.set("all", "")
+
+    def are_all_others_in_another_call(self) -> bool:
+        """Rank 0: look which call the others are in, and sign if it is this one."""
+        if not self.signs_later or not self.room.check(["call"]):
+            return False
+        if self.room.get("call").decode() == self.call:
+            self.sign()
+            return False
+        return self.room.check(["count"]) and self.room.add("count", 0) == self.world_size - 1
+
+
 class DesyncDetector:
     """The detector of one process, with the thread that answers for it."""
 
@@ -105,7 +152,7 @@ class DesyncDetector:
         self.store = store
         self.rank, self.world_size = rank, world_size
         self.number, self.left = 0, False
-        self.requests = Requests(store, rank, self._sign_in)
+        self.requests = Requests(store, rank, self._sign_in_room)
         self.keeps_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self.process, self.watched = os.getpid(), threading.get_ident()
         self.closed = threading.Event()
@@ -146,70 +193,91 @@ class DesyncDetector:
 
     # ---- a rank that is here ---------------------------------------------------------------------------------------
 
-    def assert_all_ranks(self, call: str, advice: str | None) -> None:
+    def assert_all_ranks(self, call: str, advice: str | None, is_served: bool = False) -> None:
         """Return when all ranks are in this call; `advice` is for one that is alone.
+
+        Args:
+            is_served: rank 0 can make it alone, while all others wait for it in another call.
 
         Raises:
             AloneError: some of them will not come, or are in another call.
         """
         self.number += 1
         room = dist.PrefixStore(str(self.number), self.store)
-        first = room.compare_set("call", "", call).decode()
-        if first != call:
-            room.set("other", call)
-            raise AloneError.of_calls(call, first)
+        meeting = _Meeting(room, call, advice, self.rank, self.world_size, signs_later=is_served and self.rank == 0)
+        if not meeting.signs_later:
+            first = room.compare_set("call", "", call).decode()
+            if first != call:
+                room.set("other", call)
+                raise AloneError.of_calls(call, first)
         try:
-            is_last = self._sign_in(room, call, advice, may_be_alone=True)
+            is_last = self._sign_in(meeting, may_be_alone=True)
         except AloneError:
-            self.number -= 1  # the others come to this number with their next call
-            for key in (str(self.rank), "call", "count"):
-                room.delete_key(key)
+            self.number -= 1  # the others come to this number with their next call, or are there
+            if not meeting.signs_later:
+                for key in (str(self.rank), "call", "count"):
+                    room.delete_key(key)
             raise
         if is_last:
             for key in ("call", "count", "all"):  # of a call that all ranks have left
                 self.store.delete_key(f"{self.number - 1}/{key}")
 
-    def _sign_in(self, room: dist.Store, call: str, advice: str | None, may_be_alone: bool = False) -> bool:
+    def _sign_in_room(self, room: dist.Store, call: str, advice: str | None) -> None:
+        """Wait for others that are on their way, as `Requests` does."""
+        self._sign_in(_Meeting(room, call, advice, self.rank, self.world_size), may_be_alone=False)
+
+    def _sign_in(self, meeting: _Meeting, may_be_alone: bool) -> bool:
         """Wait for the others; return whether this was the last rank.
 
         Args:
             may_be_alone: the others may wait for this rank; else they are on their way.
         """
-        room.set(str(self.rank), "")
-        is_last = room.add("count", 1) == self.world_size
-        if is_last:
-            room.set("all", "")
+        if not meeting.signs_later:
+            meeting.sign()
         start, pause = time.monotonic(), 0.0005
-        while not room.check(["all"]):
+        while not self._is_over(meeting, may_be_alone):
             if self.requests.serve():
                 start = time.monotonic()
-            if may_be_alone and self.requests.are_all_others_waiting():
-                raise AloneError.of_rank_0(call, advice)
             if time.monotonic() - start > PATIENCE_S:
-                self._wait_for_missing(call, room, advice, may_be_alone)
+                self._wait_for_missing(meeting, may_be_alone)
                 break
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-        room.delete_key(str(self.rank))
-        return is_last
+        meeting.room.delete_key(str(self.rank))
+        return meeting.is_last
 
-    def _wait_for_missing(self, call: str, room: dist.Store, advice: str | None, may_be_alone: bool) -> None:
+    def _is_over(self, meeting: _Meeting, may_be_alone: bool) -> bool:
+        """Are all ranks here?
+
+        Raises:
+            AloneError: this is rank 0, and the others wait for it elsewhere.
+        """
+        try:
+            if meeting.room.check(["all"]):
+                return True
+        except RuntimeError:  # rank 0 may have ended, and the store with it
+            if not self.left:
+                raise
+        if self.left:
+            raise AloneError.of_ranks(meeting.call, self.rank, f"rank 0 {_LEFT}", meeting.advice)
+        if may_be_alone and (self.requests.are_all_others_waiting() or meeting.are_all_others_in_another_call()):
+            raise AloneError.of_rank_0(meeting.call, meeting.advice)
+        return False
+
+    def _wait_for_missing(self, meeting: _Meeting, may_be_alone: bool) -> None:
+        room, call, advice = meeting.room, meeting.call, meeting.advice
         question, said, end = 0, False, time.monotonic() + SPEAK_S
-        while not room.check(["all"]):
+        while not self._is_over(meeting, may_be_alone):
             self.requests.serve()
-            if may_be_alone and self.requests.are_all_others_waiting():
-                raise AloneError.of_rank_0(call, advice)
-            missing = [rank for rank in range(self.world_size) if not room.check([str(rank)])]
+            others = (rank for rank in range(self.world_size) if rank != self.rank)
+            missing = [rank for rank in others if not room.check([str(rank)])]
             calls = self.number + self.requests.count  # the same number on all ranks that are in one call
             answers = {rank: self._ask(rank, [calls, question]) for rank in missing}
             if missing and all(answers.values()):
                 if question == 1 and not room.check(["all"]):
                     other, where = next(iter(answers.items()))
-                    others = f" and {len(answers) - 1} more are elsewhere too" if len(answers) > 1 else ""
-                    raise AloneError(
-                        f"hf_parallel: {call} was called on rank {self.rank}, but rank {other} {where}{others}. Every "
-                        f"rank holds a part of the model and takes part: {advice or _ON_ALL_RANKS.format(call)}"
-                    )
+                    more = f" and {len(answers) - 1} more are elsewhere too" if len(answers) > 1 else ""
+                    raise AloneError.of_ranks(call, self.rank, f"rank {other} {where}{more}", advice)
                 question = 1  # once more, for they were not asked at one time
             if room.check(["other"]):
                 raise AloneError.of_calls(call, room.get("other").decode())
@@ -456,15 +524,18 @@ def watch() -> None:
     answering.detector = DesyncDetector(store, dist.get_rank(), dist.get_world_size())
 
 
-def assert_all_ranks(call: str, advice: str | None = None) -> None:
+def assert_all_ranks(call: str, advice: str | None = None, is_served: bool = False) -> None:
     """Return when all ranks are in this call, by the name that a script gives it.
+
+    Args:
+        is_served: rank 0 can make it alone, while all others wait for it in another call.
 
     Raises:
         AloneError: some of them will not come; it ends with `advice`, by default to call it on all ranks.
     """
     detector = of_process(Answering).detector
     if detector is not None:
-        detector.assert_all_ranks(call, advice)
+        detector.assert_all_ranks(call, advice, is_served)
 
 
 def ask_other_ranks(call: str, number: int, advice: str) -> None:
@@ -522,7 +593,7 @@ def is_rank_0_alone(call: str) -> bool:
     if answering.detector.requests.are_all_others_waiting():
         return True
     try:
-        answering.detector.assert_all_ranks(call, None)
+        answering.detector.assert_all_ranks(call, None, is_served=True)
     except AloneError as error:  # or the others have not asked who they are, and come without this
         if error.is_served:
             return True

@@ -59,6 +59,20 @@ def with_a_barrier_after_it(trainer, folder):
     trainer.accelerator.wait_for_everyone()
 
 
+def before_an_evaluation(trainer, folder):
+    """The others wait in it for rank 0."""
+    if trainer.is_world_process_zero():
+        trainer.model.save_pretrained(folder)
+    trainer.evaluate()
+
+
+def before_all_save(trainer, folder):
+    """They wait in a save of the same model, under another name of the call."""
+    if trainer.is_world_process_zero():
+        trainer.model.save_pretrained(folder)
+    trainer.save_model(f"{folder}-again")
+
+
 def script(spec, out, save, kind="odd"):
     """Train two steps, and end as the script does: ranks other than 0 at once."""
     data_ranks = activate(spec)
@@ -93,7 +107,7 @@ ROUNDED = Tolerance(weights=2e-3)  # bf16 keeps 8 bits: two numbers beside a bor
     "pp=2",
     "tp=2,pp=2",
     "dp_replicate=2",
-    save=[state_to_cpu, adapters_by_name, with_a_barrier_after_it],
+    save=[state_to_cpu, adapters_by_name, with_a_barrier_after_it, before_an_evaluation, before_all_save],
 )
 def test_as_in_one_process(runs, save, spec):
     runs.compare(script, spec, save)

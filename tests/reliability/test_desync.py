@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
+from hf_parallel.ask.session import of_process
+from hf_parallel.ranks import assert_all_ranks
+from hf_parallel.ranks.desync import Answering
 from tests import models
 from tests.distributed import RankFailure, run
 from tests.refusals import find_line
@@ -193,22 +196,32 @@ def test_a_call_after_the_others_have_ended(capfd):
     assert find_line(capfd.readouterr().err, "rank 0 waits in all_gather", "rank 1 has left")
 
 
-def each_their_own(out: str) -> None:
+def each_their_own(out: str, saves: int) -> None:
     model = made("dp_shard=2")
-    if dist.get_rank() == 0:
+    if dist.get_rank() == saves:
         model.save_pretrained(out)
+        of_process(Answering).detector.end()
     else:
-        from hf_parallel.ranks import assert_all_ranks
-
-        assert_all_ranks("trainer.save_model")
+        assert_all_ranks("trainer.evaluate")
 
 
 def test_two_calls_at_once(tmp_path):
     with pytest.raises(RankFailure) as caught:
-        run(each_their_own, 2, str(tmp_path))
+        run(each_their_own, 2, str(tmp_path), 1)
     assert caught.value.kinds == {0: "AloneError", 1: "AloneError"}
     assert "save_pretrained" in caught.value.message
-    assert "trainer.save_model" in caught.value.message
+    assert "trainer.evaluate" in caught.value.message
+
+
+def test_a_call_that_rank_0_never_comes_to(tmp_path):
+    """Rank 1 waits in it, takes part in a save of rank 0 alone, and hears that rank 0 has ended."""
+    start = time.monotonic()
+    with pytest.raises(RankFailure) as caught:
+        run(each_their_own, 2, str(tmp_path), 0)
+    assert caught.value.kinds == {1: "AloneError"}
+    assert find_line(caught.value.message, "trainer.evaluate", "rank 0 has ended", "on all ranks")
+    assert (tmp_path / "model.safetensors").exists()
+    assert time.monotonic() - start < SOON_S
 
 
 def writes_what_it_has(out: str) -> None:
