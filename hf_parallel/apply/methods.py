@@ -21,7 +21,7 @@ from hf_parallel.apply.alone import generate_with_others, share_calls_of_rank_0
 from hf_parallel.apply.kernels import INNER_FORWARD, place_kernels
 from hf_parallel.apply.weights import remember_model, resize_token_embeddings
 from hf_parallel.ask.config import ParallelConfig
-from hf_parallel.ask.spec import refuse
+from hf_parallel.ask.spec import get_first_line, refuse
 from hf_parallel.axes.data.parameters import make_identical
 from hf_parallel.axes.data.units import (
     follow_weights_dtype,
@@ -275,6 +275,25 @@ def find_models_inside(model: nn.Module, config: ParallelConfig) -> dict[str, Pr
     if found and config.pp_size > 1:
         refuse(f"pp_size={config.pp_size}", f"{type(model).__name__} is a module around a model", "pp_size=1")
     return found
+
+
+def check_adapters_inside(model: nn.Module, parts: Mapping[str, PreTrainedModel]) -> None:
+    """Refuse adapters of a model inside `model` that could not be saved: they are tried on the meta device.
+
+    Raises:
+        SpecError: a plain model with such adapters has other tensors.
+    """
+    for part in parts.values():
+        if part._hf_parallel.copy_adapters is None:
+            continue
+        try:
+            names = _build_plain_part(part, {}).state_dict().keys()
+            why = "" if names == part.state_dict().keys() else "a plain copy has other tensors"
+        except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            why = f"a plain copy cannot be made ({get_first_line(error)})"
+        if why:
+            what = f"adapters in a model inside {type(model).__name__}"
+            refuse(what, why, "LoRA, or training its weights,")
 
 
 def share_own(model: nn.Module, parts: Mapping[str, PreTrainedModel], mesh: ParallelMesh) -> None:

@@ -23,6 +23,7 @@ from torch import nn
 
 from hf_parallel.apply.late_modules import watch_for_late_modules
 from hf_parallel.apply.methods import (
+    check_adapters_inside,
     find_models_inside,
     replace_methods,
     replace_methods_around,
@@ -199,6 +200,7 @@ def _parallelize_around(model: PreTrainedModel, parts: Mapping[str, PreTrainedMo
     for part in parts.values():
         if state_of(part) is None:
             parallelize(part, mesh=mesh)
+    check_adapters_inside(model, parts)
     share_own(model, parts, mesh)
     notes = [note for part in parts.values() for note in part._hf_parallel.notes]
     if mesh.data_size > 1:

@@ -4,12 +4,14 @@ from abc import ABC
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 from transformers import AutoModel, Trainer
 
 from hf_parallel.apply.methods import find_models_inside
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from tests import training
+from tests.distributed import run
 from tests.refusals import pattern_of_refusal
 from tests.rows import CLASSES, data
 from tests.training import Outcome, Script, activate, fit, trainer_of
@@ -89,6 +91,23 @@ def train_valued(spec: str | None, out: str, folder: str) -> Outcome:
 def test_a_state_with_the_names_of_the_model(spec, runs):
     """Under tp queries, keys and values of one matrix lie in another order on the ranks."""
     runs.compare(train_valued, spec, runs.initial("phi3"))
+
+
+def adapt(folder: str) -> None:
+    from peft import IA3Config, LoraConfig, get_peft_model
+
+    activate("dp_shard=2")
+    split, whole = Pooled(folder), Pooled(folder)
+    split.encoder = get_peft_model(split.encoder, LoraConfig(target_modules=["key"]))
+    whole.encoder = get_peft_model(whole.encoder, IA3Config(target_modules=["key"], feedforward_modules=[]))
+    accelerator = Accelerator(cpu=True)
+    assert [type(part).__name__ for part in accelerator.prepare(split)._hf_parallel.parts] == ["BertModel"]
+    with pytest.raises(SpecError, match="adapters in a model inside Pooled: .* whole.*; LoRA"):
+        accelerator.prepare(whole)
+
+
+def test_adapters_that_could_not_be_saved_are_refused(runs):
+    run(adapt, 2, runs.initial("bert"), init=False)
 
 
 def test_a_pipeline_is_refused():

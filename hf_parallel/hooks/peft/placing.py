@@ -110,11 +110,14 @@ def copy_adapters(model: PreTrainedModel, plain: PreTrainedModel) -> None:
     """Put adapters as those of a parallel model into a plain one, which has no values yet."""
     from peft import inject_adapter_in_model
 
+    if has_whole_adapters(model._hf_parallel):
+        raise NotImplementedError("adapters that ranks keep whole")
+    configs = model.peft_config
     with runtime.set_layout_aside():
-        for name, config in model.peft_config.items():
+        for name, config in configs.items():
             with replacing(config, init_lora_weights=True):  # what starts from the base's weights would read them
                 inject_adapter_in_model(config, plain, name)
-    plain.peft_config, plain._hf_peft_config_loaded = model.peft_config, model._hf_peft_config_loaded
+    plain.peft_config, plain._hf_peft_config_loaded = configs, model._hf_peft_config_loaded
     AdapterState(model).set_in(plain, AdapterState(model).read())
 
 
