@@ -1,7 +1,8 @@
 """Calls of a model that rank 0 makes alone, such as samples that it generates under `if is_main_process:`.
 
     rank 0    asks the others, sends them what the model is called with, and calls it
-    others    wait at a barrier, or at the end of the script; they make the same call and go on waiting
+    others    wait at a barrier, in another call, or at the end of a callback or of the script; they make the same
+              call and go on waiting
 
 Every rank holds a part of the model, so none can call it alone. Rank 0 looks whether the others wait for it only after
 the script has asked who is the main process, so that no other call looks (`ranks/desync.py`).

@@ -160,7 +160,7 @@ def is_alone(call: str, model: nn.Module) -> bool:
     """Return True on rank 0 if the others wait for it elsewhere; else return when all are in this call.
 
     Raises:
-        AloneError: they are elsewhere, or save another model.
+        AloneError: they cannot be asked where they are.
     """
     number = _asked[model].number if model in _asked else 0
     try:

@@ -135,8 +135,8 @@ class _Meeting:
         if self.is_last:
             self.room.set("all", "")
 
-    def are_all_others_in_another_call(self) -> bool:
-        """Rank 0: look which call the others are in, and sign if it is this one."""
+    def sign_or_find_others_elsewhere(self) -> bool:
+        """Rank 0: sign if another rank is in this call; return whether all others are in another one."""
         if not self.signs_later or not self.room.check(["call"]):
             return False
         if self.room.get("call").decode() == self.call:
@@ -260,7 +260,7 @@ class DesyncDetector:
                 raise
         if self.left:
             raise AloneError.of_ranks(meeting.call, self.rank, f"rank 0 {_LEFT}", meeting.advice)
-        if may_be_alone and (self.requests.are_all_others_waiting() or meeting.are_all_others_in_another_call()):
+        if may_be_alone and (self.requests.are_all_others_waiting() or meeting.sign_or_find_others_elsewhere()):
             raise AloneError.of_rank_0(meeting.call, meeting.advice)
         return False
 
@@ -619,9 +619,11 @@ def wait_for_rank_0() -> None:
 def let_rank_0_be_alone() -> Iterator[None]:
     """Let rank 0 look for the others at a model call inside the `with`, at whose end all ranks come together."""
     answering = of_process(Answering)
-    answering.rank_0_may_be_alone = True
-    yield
-    answering.rank_0_may_be_alone = False
+    former, answering.rank_0_may_be_alone = answering.rank_0_may_be_alone, True  # a callback may evaluate, too
+    try:
+        yield
+    finally:
+        answering.rank_0_may_be_alone = former
 
 
 def come_together(work: dist.Work, place: str) -> None:

@@ -158,7 +158,7 @@ def check_trl_trainer(
 ) -> None:
     """Refuse TRL's other trainers: what they do per process is not known to be that of one process."""
     # TRL's among its classes, the innermost one; none of another library's trainer.
-    kind = next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
+    kind = _find_trl_class(trainer)
     if kind is None:
         servers.check_servers(trainer, args)
         return
@@ -193,6 +193,10 @@ def check_trl_trainer(
         "not known to this version",
         do="the trainers of `trl sft`, `trl dpo`, `trl kto`, `trl reward`, `trl grpo` and `trl rloo` work",
     )
+
+
+def _find_trl_class(trainer: Trainer) -> type | None:
+    return next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
 
 
 def _makes_pairs_itself(trainer: Trainer) -> bool:
@@ -387,7 +391,7 @@ def refuse_pairs_of_processes(original: Callable, self: Trainer, *args: object, 
 def kl_logps(original: Callable, self: Trainer, model: nn.Module, batch: dict) -> object:
     """KTO averages the means of data ranks that have rows: weighted by them, unlike parts give the whole mean."""
     logps = original(self, model, batch)
-    return logps if hasattr(self, "kto_loss") else _weigh_by_rows(self, logps)
+    return logps if hasattr(_find_trl_class(self), "kto_loss") else _weigh_by_rows(self, logps)
 
 
 @patch("trl.trainer.kto_trainer:KTOTrainer.kto_loss", "mean of means", before="1.6")
