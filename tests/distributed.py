@@ -93,6 +93,7 @@ class RankFailure(RuntimeError):
         first = ranks[0]
         self.rank, self.kind, self.message = first.rank, first.kind, first.message
         self.kinds = {rank.rank: rank.kind for rank in ranks}
+        self.first = first.text
         super().__init__("\n".join(f"[rank {rank.rank}] {rank.shown(rank is first).strip()}" for rank in ranks))
 
 

@@ -177,13 +177,6 @@ class ParallelState:
         own = part is not None and part.whole_sequences is None
         return own or any(inner._hf_parallel.sequence_parallel for inner in self.parts)
 
-    @property
-    def flops_per_token(self) -> float:
-        """Return the training FLOPs per token that this rank computes."""
-        if self.plan is None:
-            return sum(inner._hf_parallel.flops_per_token for inner in self.parts)
-        return self.plan.anatomy.flops_per_token * self.config.data_parallel_size / self.config.world_size
-
 
 def _compare_batches(batches: OneBatch, pipelines: Pipelines, model: nn.Module, args: tuple, kwargs: dict) -> None:
     """Compare the batches of ranks that must see the same one, in the model's first steps. A forward pre-hook.

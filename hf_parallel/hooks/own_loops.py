@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,15 @@ from hf_parallel.apply.parallelize import ParallelState, clip_together, state_of
 from hf_parallel.apply.weights import full_tensor, list_parallel_models, reduce_to_whole_number, store
 from hf_parallel.ask.session import of_process, of_session
 from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.data.units import sum_in_one_dtype
 from hf_parallel.axes.pipeline.stage_runner import pipelines_of
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, replace
 from hf_parallel.ranks.mesh import get_stored
 from hf_parallel.ranks.steps import call_before_steps
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
 def _find_states_of(parameters: Sequence[torch.Tensor]) -> list[ParallelState]:
@@ -89,6 +93,17 @@ def join_parameters(original: Callable, parameters: Iterable[torch.Tensor]) -> t
             "hf_parallel: parameters_to_vector of shards has no gradient; in torch.no_grad() it is the whole vector"
         )
     return original([full_tensor(one) if isinstance(one, DTensor) else one for one in given])
+
+
+@patch(
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward",
+    "cannot reduce gradients in 16 bits together with sums of micro-batches in fp32",
+    before="2.15",
+)
+def end_backward_of_group(original: Callable, self: FSDPParamGroup, *args: object) -> None:
+    """Reduce a group's gradients, all of one dtype, also where a parameter has one in the last micro-batch alone."""
+    sum_in_one_dtype(self)
+    original(self, *args)
 
 
 @patch("torch.optim.swa_utils:get_{ema,swa}_multi_avg_fn", "mixes shards and whole tensors", copies=True)

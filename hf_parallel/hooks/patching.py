@@ -33,7 +33,8 @@ CHECKED = {
     "torchmetrics": ("1.9", "1.9"),
     "unsloth": ("2026.10", "2026.10"),
 }
-#: The same of torch, of which only public functions are patched: a newer one may well work, and is only told about.
+#: The same of torch. Of what is not public only versions before 2.15 are patched: a newer one may well work, and is
+#: only told about.
 TORCH = ("2.11", "2.15")
 #: What GPUs have run is torch 2.13's NCCL backend; torch 2.15 takes another one, unless the environment says no.
 FORMER_NCCL = "TORCH_DIST_USE_NCCL2"

@@ -40,7 +40,7 @@ class ParameterFacts:
 class Anatomy:
     """The facts about a model, read once, before anything is changed.
 
-    `flops_per_token`: of a training step, of the whole model. `facts`: what each axis that is on has read, by name.
+    `facts`: what each axis that is on has read, by name.
     """
 
     name: str
@@ -56,7 +56,6 @@ class Anatomy:
     parameters: tuple[ParameterFacts, ...]
     heads: tuple[int, int] | None  # query, key/value
     sums_over_tokens: bool
-    flops_per_token: float
     facts: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -67,9 +66,6 @@ def read_anatomy(model: nn.Module) -> Anatomy:
     unique: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for name, parameter in named:
         unique.setdefault(id(parameter), (parameter, []))[1].append(name)
-    # Trainer counts six FLOPs per parameter but embeddings and tied copies, which on the meta device are tied by name.
-    left_out = set(getattr(model, "all_tied_weights_keys", None) or ())
-    left_out |= {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     first = next((parameter.dtype for _, parameter in named), torch.float32)
     replaced_forward = next((name for name, part in model.named_modules() if name and "forward" in vars(part)), None)
     if type(model).forward.__module__.startswith("liger_kernel."):
@@ -90,7 +86,6 @@ def read_anatomy(model: nn.Module) -> Anatomy:
         ),
         heads=read_attention_heads(model) if hasattr(model, "config") else None,
         sums_over_tokens=is_loss_summed_over_tokens(model),
-        flops_per_token=6.0 * sum(p.numel() for name, p in model.named_parameters() if name not in left_out),
     )
 
 

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -40,6 +41,35 @@ def test_data_ranks():
     for count in (1, 2):
         for found in run(step, RANKS, count):
             assert torch.equal(found, summed() * count)
+
+
+class Two(nn.Module):
+    """Two layers of one unit; a batch may leave out the second, as a batch without pictures does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(33, 5), nn.Linear(33, 5)
+
+    def forward(self, inputs: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.first(inputs) + (self.second(inputs) if both else 0)
+
+
+@pytest.mark.parametrize("spec", [f"dp_shard={RANKS}", f"dp_replicate={RANKS}"])
+def test_a_layer_that_the_last_micro_batch_alone_runs(spec):
+    def step():
+        import hf_parallel
+
+        torch.manual_seed(0)
+        model = hf_parallel.parallelize(Two().bfloat16(), spec)
+        for both in (False, True):
+            model.set_requires_gradient_sync(both)
+            output = model(torch.eye(33, dtype=torch.bfloat16), both)
+            output.backward(gradients(dist.get_rank()).t() * RANKS)
+        return [layer.weight.grad.full_tensor() for layer in (model.first, model.second)]
+
+    for first, second in run(step, RANKS):
+        assert torch.equal(first, summed() * 2)
+        assert torch.equal(second, summed())
 
 
 def test_weights_that_tensor_parallel_ranks_share():

@@ -65,6 +65,8 @@ def holds_whole_gradient(held: FSDPParam) -> bool:
 #                                           torch 2.11 to 2.14               torch 2.15
 #     whole, of several micro-batches       the record's, apart in fp32      the gathered parameter's `grad`, in fp32
 #     dtype of the stored gradients         the group's                      each record's
+#     a gradient that comes first with      in 16 bits, which torch does     in fp32, as the others
+#     the last of several micro-batches     not reduce with sums in fp32
 #     order in which they are reduced       the group's order of records     settled when the unit first runs
 #     the end of a schedule's backward      told by `set_is_last_backward`   asked for: "manual finalization"
 
@@ -80,6 +82,15 @@ def take_whole_gradient(held: FSDPParam) -> torch.Tensor | None:
     whole, given = held.unsharded_accumulated_grad, gathered.grad
     held.unsharded_accumulated_grad = gathered.grad = None
     return given if whole is None else whole
+
+
+def sum_in_one_dtype(group: FSDPParamGroup) -> None:
+    """Widen gradients of the last micro-batch alone, where others of the group are sums of several in fp32."""
+    gathered = [held for held in group.fsdp_params if hasattr(held, "_unsharded_param")]
+    if group.reduce_grads and any(held.unsharded_accumulated_grad is not None for held in gathered):
+        for held in gathered:
+            held.accumulate_unsharded_grad_if_needed()
+            held.to_accumulated_grad_if_needed()
 
 
 def give_whole_gradient(held: FSDPParam, gradient: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import BatchSampler, IterableDataset
 from transformers.utils import ModelOutput
 
@@ -314,8 +314,13 @@ def gather_for_metrics(
 ) -> object:
     """A number per data rank is no row: none of them is a repeat to be dropped. Nor are an encoder's outputs.
 
-    Lists of one tensor per example are joined as lists; Accelerate would gather tensors of unlike sizes.
+    Lists of one tensor per example are joined as lists; Accelerate would gather tensors of unlike sizes. What is
+    gathered as objects has one process's form: a tensor is no list of its rows, a tuple no list of all its parts.
     """
+    several = runtime.mesh().data_size > 1
+    if use_gather_object and several and torch.is_tensor(input_data) and input_data.ndim:
+        joined: Any = original(self, PerExample(row.clone() for row in input_data), True)
+        return torch.stack(joined) if len({row.shape for row in joined}) == 1 else joined
     if torch.is_tensor(input_data) and input_data.ndim == 0 and not use_gather_object:
         return self.gather(input_data)
     if has_encoder_outputs(input_data):
@@ -323,7 +328,14 @@ def gather_for_metrics(
             gather_outputs(part) if isinstance(part, ModelOutput) else gather_for_metrics(original, self, part)
             for part in input_data
         )
-    if (lists := find_lists_per_example(input_data)) and runtime.mesh().data_size > 1 and not use_gather_object:
+    if (
+        use_gather_object
+        and several
+        and type(input_data) is tuple
+        and all(map(torch.is_tensor, tree_leaves(input_data)))
+    ):
+        return tuple(gather_for_metrics(original, self, part, True) for part in input_data)
+    if (lists := find_lists_per_example(input_data)) and several and not use_gather_object:
         batch = cast(dict, input_data)
         parts = {key: lists.get(key, value) for key, value in batch.items()}
         return type(batch)({key: gather_for_metrics(original, self, part) for key, part in parts.items()})

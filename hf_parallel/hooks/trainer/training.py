@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
+from transformers.trainer_pt_utils import nested_gather
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import hangs, monitoring, own_loops, report, runtime
@@ -34,6 +35,7 @@ from hf_parallel.hooks.trainer import (
     fill_steps,
     joint_steps,
     losses,
+    rows,
     token_budget,
 )
 from hf_parallel.hooks.trainer.checkpoints import record_of, wait_for_save
@@ -366,13 +368,36 @@ def _record_timeline(trainer: Trainer) -> contextlib.AbstractContextManager:
     return state.pipeline.recorded(path)
 
 
-@patch("transformers.trainer:Trainer.floating_point_ops", "counts the local part of the model")
+@patch("transformers.trainer:Trainer.floating_point_ops", "counts repeated rows, and once per rank of a model")
 def floating_point_ops(original: Callable, self: Trainer, inputs: dict) -> float:
     """Return this rank's share of the floating-point operations: Trainer sums over all ranks."""
-    state, name = runtime.find_parallel_state(self.model), getattr(self.model, "main_input_name", "input_ids")
-    if state is None or name not in inputs:
-        return original(self, inputs)
-    return state.flops_per_token * inputs[name].numel()
+    state, count = runtime.find_parallel_state(self.model), original(self, _select_counted(self, inputs))
+    return count if state is None else count * state.config.data_parallel_size / state.config.world_size
+
+
+@patch("transformers.trainer:Trainer._track_num_input_tokens", "counts repeated rows")
+def track_num_input_tokens(original: Callable, self: Trainer, inputs: dict) -> None:
+    """Count the tokens of real rows."""
+    original(self, _select_counted(self, inputs))
+
+
+def _select_counted(trainer: Trainer, inputs: dict) -> dict:
+    """Return a batch without the rows that only fill it, for Trainer to count."""
+    if not isinstance(inputs, evaluation.WeighedBatch) or inputs.real_rows is None:
+        return inputs
+    if not inputs.real_rows:
+        return {key: value[:0] if torch.is_tensor(value) and value.ndim else value for key, value in inputs.items()}
+    blocks = record_of(trainer).rows_per_example
+    held = rows.count_examples(inputs, blocks)
+    return inputs if held in (None, inputs.real_rows) else rows.trim(inputs, inputs.real_rows, held, blocks)
+
+
+@patch("transformers.trainer:Trainer._finalize_training", "adds a rank's own loss of the steps not logged yet")
+def finalize_training(original: Callable, self: Trainer, *args: object, **kwargs: object) -> object:
+    """Average the losses of the last steps over all ranks, as Trainer averages those that it logs."""
+    if self.state.global_step > self._globalstep_last_logged:
+        self._tr_loss = nested_gather(self._tr_loss, self.args.parallel_mode).mean()
+    return original(self, *args, **kwargs)
 
 
 @patch("transformers.trainer:is_fsdp_managed_module", "then asks its own config what waits", since="5.23")
