@@ -210,7 +210,7 @@ def read_lengths_of(rows: Dataset, args: TrainingArguments, most: int | None = N
 #: Tokens of the two examples that a script's loss is tried on: as unlike as means of means need to show.
 _LENGTHS = (31, 11)
 _SAMPLE = 32  # examples among which two of such lengths are looked for
-_TOLERANCE = 1e-4  # of the loss, in fp32: sums in another order are off by 1e-6
+_TOLERANCE = 2e-5  # of the loss, in fp32: sums in another order are off by 1e-6
 _TOLERANCE_16_BITS = 2e-2
 _PADDING = {"labels": -100, "shift_labels": -100}
 
@@ -262,14 +262,19 @@ def _find_own_reason_for_other_numbers(trainer: Trainer) -> str | None:
             )
             why = None if bool(mask[:, 0].all()) else left
         if why is None and losses.is_own(trainer) and not trl.is_sft(trainer):
-            why = _find_reason_of_loss(trainer, copy, examples)
+            targets_first = any(int(one["labels"][0, 0]) != -100 for one, _ in made)
+            why = _find_reason_of_loss(trainer, copy, examples, targets_first)
     except Exception as error:
         return f"two examples cannot be tried ({type(error).__name__}: {get_first_line(error)})"
     return why
 
 
-def _find_reason_of_loss(trainer: Trainer, copy: PreTrainedModel, examples: list) -> str | None:
-    """Call the script's loss on two examples in two rows, and joined to one."""
+def _find_reason_of_loss(trainer: Trainer, copy: PreTrainedModel, examples: list, targets_first: bool) -> str | None:
+    """Call the script's loss on two examples in two rows, and joined to one.
+
+    Args:
+        targets_first: some examples have a target at their first token, which a loss may read and a joined row lacks.
+    """
     copy = copy.train()  # a script may ask; nothing in it drops anything
     held, device = [row["input_ids"].shape[1] for row in examples], trainer.args.device
     longest = min(held[0], _LENGTHS[0])
@@ -283,6 +288,8 @@ def _find_reason_of_loss(trainer: Trainer, copy: PreTrainedModel, examples: list
         part["labels"][:, 1:] = logits.argmax(-1) if likely else logits.argmin(-1)
         if part["labels"].shape[1] > 3:
             part["labels"][:, 1] = -100
+        if targets_first:
+            part["labels"][:, 0] = part["input_ids"][:, 0]
         if "shift_labels" in part:
             part["shift_labels"][:, :-1] = part["labels"][:, 1:]
             part["shift_labels"][:, -1:] = -100

@@ -1,63 +1,28 @@
-"""Draw Trainer scripts and layouts at random, and compare each with one process: settings that meet nowhere else.
-
-    python -m tests.drawn [--first 0] [--count 50] [--worlds 2 4]        # a line per script that is not equal
-    python -m tests.drawn --run "model=gpt2 optim=adamw_torch" --spec tp=2   # one of them again
-
-A script is a set of choices, each from `CHOICES`, whose first value is the plain one. Number N draws the same script
-and layout everywhere. A script that differs is made simpler, choice by choice, for as long as it differs.
+"""Trainer scripts: any of their arguments, data sets, losses, models, adapters, optimizers and callbacks at once.
 
 Compared are all of Trainer's log (losses, norms, learning rates, metrics of each evaluation), what `train`,
 `evaluate` and `predict` return, the state of the trainer, the set of gradients of each step, and the saved folder.
 """
 
-import argparse
-import math
-import random
 import re
-import shutil
-import sys
-import tempfile
-import traceback
-from functools import partial
 from typing import Any
 
 import torch
 from transformers import AutoConfig, EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback
 
-from tests import models
-from tests.distributed import RankFailure, run, run_alone
+from tests import models, training
+from tests.drawn.bench import EXPERTS, Choices, Kind, summarise
 from tests.rows import Rows, data, pad
-from tests.training import (
-    EVAL_SEED,
-    TRAIN_SEED,
-    OwnTrainer,
-    activate,
-    arguments_of,
-    axes,
-    key_differences,
-    own_loss,
-    weight_differences,
-    with_adapters,
-)
-from tests.training import Script as LoraScript
+from tests.training import EVAL_SEED, TRAIN_SEED, OwnTrainer, activate, arguments_of, own_loss, with_adapters
 
-#: The errors of this package whose words say what to do.
-REFUSALS = ("SpecError", "UsageError")
+#: Models that PEFT's names of layers in `WAYS` fit, and other decoders.
+ADAPTED = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "odd", "olmo2", "qwen2")
 DECODERS = (
-    "llama",
-    "qwen3",
-    "mistral",
-    "gemma2",
-    "gemma3",
-    "gpt2",
-    "phi3",
-    "odd",
-    "opt",
-    "gpt_neox",
-    "olmo2",
-    "qwen2",
+    *(*ADAPTED, "gpt2", "phi3", "opt", "gpt_neox", "falcon", "bloom", "gptj", "mpt", "deepseek_v3", "granite_swa"),
+    *("command_r", "stablelm", "gpt_bigcode", "mamba"),
 )
-EXPERTS = ("mixtral", "qwen3_moe", "deepseek_moe", "gpt_oss")
+#: Models whose config names a kind for each layer.
+KINDS_OF_LAYERS = ("gemma2", "gemma3", "granite_swa", "gpt_oss")
 OTHERS = ("bert", "roberta", "t5", "bart", "vit", "llava")
 
 #: Arguments of Trainer as they are.
@@ -145,48 +110,9 @@ WAYS: dict[str, tuple] = {
 }
 CHOICES = {**WAYS, **ARGUMENTS}
 PLAIN = {name: values[0] for name, values in CHOICES.items()}
-#: How many choices of a script are not the plain ones, of about sixty.
-CHANGED = 9
-
-#: Keys of a spec beside the sizes of its axes: which axis they need, and their values.
-SPEC_KEYS: tuple[tuple[str, str, tuple], ...] = (
-    ("dp_shard", "zero_stage", (0, 1, 2)),
-    ("dp_shard", "gradient_reduction", ("micro_step", "step")),
-    ("dp_shard", "offload", ("cpu", "optimizer")),
-    ("dp_", "batch_shares", ("auto", "3:1")),
-    (
-        "pp",
-        "pipeline_schedule",
-        ("gpipe", "interleaved_1f1b", "looped_bfs", "zbv_zero_bubble", "dualpipe_v", "chimera"),
-    ),
-    ("pp", "pipeline_microbatches", (2, 4)),
-    ("pp", "pipeline_split", ("[1,3]", "3:1")),
-    ("tp", "sequence_parallel", ("true", "false")),
-    ("tp", "tp_overlap", ("true",)),
-    ("cp", "context_parallel", ("ring", "ulysses", "allgather")),
-    ("", "lean_loss", ("true", "false")),
-    ("", "activation_checkpointing", ("selective", "full", "every:2")),
-    ("", "activation_offload", ("true",)),
-    ("", "tiled_mlp", ("true",)),
-    ("", "monitor", ("full", "off", "trace:2", "noise")),
-    ("", "async_save", ("true",)),
-    ("", "padding_free", ("true",)),
-    ("", "nan_action", ("stop", "skip")),
-)
 
 
-def draw_script(seed: int) -> dict[str, Any]:
-    """Draw the choices of script number `seed`, all of them."""
-    dice = random.Random(seed)
-    chance = CHANGED / len(CHOICES)
-    chosen = {
-        name: dice.choice(values) if dice.random() < 2 * chance else values[0] for name, values in CHOICES.items()
-    }
-    chosen["model"] = dice.choice(WAYS["model"]) if dice.random() < 0.6 else "llama"
-    return fitting(chosen)
-
-
-def fitting(chosen: dict[str, Any]) -> dict[str, Any]:
+def fit(chosen: Choices) -> Choices:
     """Take back choices that no script can make together, in one process either."""
     plain: set[str] = set()
     if chosen["model"] in ("t5", "bart"):
@@ -200,14 +126,10 @@ def fitting(chosen: dict[str, Any]) -> dict[str, Any]:
         chosen |= {"include_for_metrics": ()}
     if chosen["model"] not in (*DECODERS, *EXPERTS):
         plain |= {"uneven_lengths", "loss", "lora", "data", "generates", "masked", "config", "frozen"}
-    if chosen["model"] not in ("llama", "qwen3", "mistral", "gemma2", "gemma3", "odd", "olmo2", "qwen2"):
+    if chosen["model"] not in ADAPTED:
         plain |= {"lora"}
-    if (
-        chosen["model"] in ("gemma2", "gemma3", "granite_swa", "gpt_oss")
-        and len(chosen["config"])
-        and "layers" in str(chosen["config"])
-    ):
-        plain |= {"config"}  # which names a kind for each layer
+    if chosen["model"] in KINDS_OF_LAYERS and "num_hidden_layers" in dict(chosen["config"]):
+        plain |= {"config"}
     if "stream" in chosen["data"]:
         plain |= {"train_sampling_strategy", "uneven_lengths"}
         chosen["max_steps"] = max(chosen["max_steps"], 4)
@@ -216,6 +138,8 @@ def fitting(chosen: dict[str, Any]) -> dict[str, Any]:
     if chosen["load_best_model_at_end"] or chosen["callbacks"] == "early_stopping":
         chosen |= {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
         chosen |= {"load_best_model_at_end": True, "eval_delay": 0}
+    if chosen["save_strategy"] == "best" and chosen["metric_for_best_model"] is None:
+        chosen |= {"metric_for_best_model": "loss"}
     if chosen["save_strategy"] == "best" and chosen["eval_strategy"] == "no":
         chosen |= {"eval_strategy": "steps"}
     if chosen["save_strategy"] == "best" and chosen["metric_for_best_model"] is None:
@@ -246,22 +170,6 @@ def fitting(chosen: dict[str, Any]) -> dict[str, Any]:
     if chosen["dtype"] == "bfloat16":
         chosen |= {"optim": "sgd"}
     return {**chosen, **{name: PLAIN[name] for name in plain}}
-
-
-def draw_layout(seed: int, chosen: dict[str, Any], worlds: tuple[int, ...] = (2, 2, 2, 4)) -> str:
-    """Draw a spec: one or two axes, and about one further key of those that go with them."""
-    dice = random.Random(f"layout {seed}")
-    world = dice.choice(worlds)
-    names = ["dp_shard", "dp_replicate", "tp", "pp", "cp"]
-    chosen_axes = [dice.choice(names)] if world == 2 else dice.sample(names, 2)
-    spec = dict.fromkeys(chosen_axes, "2")
-    if chosen["model"] in EXPERTS and "dp_shard" in spec and dice.random() < 0.7:
-        spec["ep"] = "2"
-    fitting_keys = [entry for entry in SPEC_KEYS if any(axis.startswith(entry[0]) for axis in spec)]
-    for _, name, values in fitting_keys:
-        if dice.random() < 1.2 / len(fitting_keys):
-            spec[name] = str(dice.choice(values))
-    return ",".join(f"{key}={value}" for key, value in spec.items())
 
 
 class Keeper(TrainerCallback):
@@ -345,7 +253,7 @@ def reduced(logits: Any, labels: torch.Tensor) -> torch.Tensor:
     return (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)
 
 
-def build_data(chosen: dict[str, Any], rows: int, seed: int, training: bool) -> Any:
+def build_data(chosen: Choices, rows: int, seed: int, training: bool) -> Any:
     """Make the data set in the form that the script has it."""
     kind = chosen["data"]
     if kind == "rows" or (kind == "stream" and not training):
@@ -382,11 +290,11 @@ def freeze(model: torch.nn.Module, what: str) -> None:
             parameter.requires_grad_(False)
 
 
-def learning_rate(chosen: dict[str, Any]) -> float:
+def learning_rate(chosen: Choices) -> float:
     return 0.1 if chosen["optim"] == "sgd" and chosen["optimizers"] == "of_arguments" else 1e-3
 
 
-def own_optimizer(chosen: dict[str, Any], model: torch.nn.Module) -> tuple:
+def own_optimizer(chosen: Choices, model: torch.nn.Module) -> tuple:
     """What a script makes itself: two groups of parameters, and a schedule of its own."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups = [
@@ -399,7 +307,7 @@ def own_optimizer(chosen: dict[str, Any], model: torch.nn.Module) -> tuple:
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
-def make(chosen: dict[str, Any], model: Any, out: str, data_ranks: int, keeper: Keeper, stop: int | None) -> Trainer:
+def make(chosen: Choices, model: Any, out: str, data_ranks: int, keeper: Keeper, stop: int | None) -> Trainer:
     """The script's trainer."""
     given = {name: chosen[name] for name in ARGUMENTS if chosen[name] != PLAIN[name]}
     given |= {"include_for_metrics": list(chosen["include_for_metrics"])}
@@ -435,17 +343,17 @@ def make(chosen: dict[str, Any], model: Any, out: str, data_ranks: int, keeper: 
     return trainer
 
 
-def load(chosen: dict[str, Any], folder: str) -> Any:
+def load(chosen: Choices, folder: str) -> Any:
     """The script's model."""
     config = AutoConfig.from_pretrained(folder)
     for name, value in chosen["config"]:
         setattr(config, name, value)
     model = models.auto_class(config).from_pretrained(folder, config=config, dtype=getattr(torch, chosen["dtype"]))
     freeze(model, chosen["frozen"])
-    return with_adapters(LoraScript(lora=chosen["lora"]), model) if chosen["lora"] else model
+    return with_adapters(training.Script(lora=chosen["lora"]), model) if chosen["lora"] else model
 
 
-def script(chosen: dict[str, Any], folder: str, out: str, spec: str | None, part: str = "whole") -> dict[str, Any]:
+def script(chosen: Choices, folder: str, out: str, spec: str | None, part: str = "whole") -> dict[str, Any]:
     """What the script does and finds, by name. `part` is whole, or what comes "before" a stop or "after" it."""
     data_ranks = activate(spec)
     torch.manual_seed(5)
@@ -465,7 +373,7 @@ def script(chosen: dict[str, Any], folder: str, out: str, spec: str | None, part
     predicted = trainer.predict(build_data(chosen, 9, 21, False))
     found["predict"] = predicted.metrics
     if predicted.predictions is not None and not chosen["uneven_lengths"]:
-        found["predictions"] = checksum(predicted.predictions)
+        found["predictions"] = summarise(predicted.predictions)
     state = trainer.state
     found["state"] = {
         "epoch": state.epoch,
@@ -487,164 +395,29 @@ def script(chosen: dict[str, Any], folder: str, out: str, spec: str | None, part
     return {"found": found, "gradient_keys": keeper.gradient_keys, "folder": f"{out}/saved"}
 
 
-def checksum(predictions: Any) -> dict[str, float]:
-    """Numbers that change with any prediction and with the order of rows."""
-    parts = predictions if isinstance(predictions, (tuple, list)) else (predictions,)
-    flat = torch.cat([torch.as_tensor(part).double().flatten() for part in leaves(parts)])
-    return {
-        "sum": float((flat * torch.linspace(0.5, 1.5, len(flat), dtype=flat.dtype)).abs().sum()),
-        "size": len(flat),
-    }
-
-
-def leaves(parts: Any) -> list:
-    return [leaf for part in parts for leaf in (leaves(part) if isinstance(part, (tuple, list)) else [part])]
-
-
-#: What differs between two runs of one process too.
-UNEQUAL = re.compile(r"runtime|per_second|^perf/|preparation_time|^expert_|^noise_")
 #: What does not depend on a stop, before which more is logged.
 OF_RESUMED = {"evaluate", "predict", "predictions", "generated", "new trainer"}
 #: What 16 bits may turn: which token is the likeliest, which of two evaluations is better.
 ROUNDED = re.compile(r"share$|checksum$|^best")
+#: Padding is counted, and data ranks pad for themselves.
+COUNTS = ("total_flos", "flos", "tokens", "num_input_tokens_seen")
 
 
-def compare(ranks: list[dict[str, Any]], reference: dict[str, Any], chosen: dict[str, Any]) -> list[str]:
-    """Return every difference in words."""
+def leaves_out(chosen: Choices, name: str, key: str) -> bool:
+    """Is this number, or all of this name, not that of one process?"""
     low = chosen["dtype"] == "bfloat16"
-    stepwise = chosen["optim"] in ("adafactor", "rmsprop", "adagrad")
-    relative = 3e-2 if low else 5e-4 if stepwise else 3e-5
-    lines = []
-    for rank, outcome in enumerate(ranks):
-        names = {*outcome["found"], *reference["found"]}
-        for name in sorted(names & OF_RESUMED if chosen["resumes"] else names):
-            if low and name == "generated":
-                continue
-            ours, theirs = (side["found"].get(name) for side in (outcome, reference))
-            if ours is None or theirs is None:
-                lines.append(f"rank {rank}: {name}: only {'in one process' if ours is None else 'here'}")
-                continue
-            for key in sorted({*ours, *theirs}):
-                # Padding is counted, and data ranks pad for themselves; what is nearly equal has no best step.
-                counts = chosen["uneven_lengths"] and key in ("total_flos", "flos", "tokens", "num_input_tokens_seen")
-                if not UNEQUAL.search(key) and not counts and not (low and ROUNDED.search(key)):
-                    lines += unequal(f"rank {rank}: {name}: {key}", ours.get(key), theirs.get(key), relative)
-    expected = reference["gradient_keys"][3 if chosen["resumes"] else 0 :]
-    lines += key_differences([outcome["gradient_keys"] for outcome in ranks], expected)
-    steps = [len(outcome["gradient_keys"]) for outcome in ranks]
-    if set(steps) != {len(expected)}:
-        lines.append(f"steps {steps}, one process {len(expected)}")
-    return lines + weight_differences(
-        ranks[0]["folder"], reference["folder"], 3e-2 if low else 1e-3 if stepwise else 1e-5
-    )
+    if chosen["resumes"] and name not in OF_RESUMED or low and (name == "generated" or ROUNDED.search(key)):
+        return True
+    return chosen["uneven_lengths"] and key in COUNTS
 
 
-def unequal(name: str, ours: Any, theirs: Any, relative: float) -> list[str]:
-    numbers = all(isinstance(value, (int, float)) for value in (ours, theirs))
-    if numbers and (ours == theirs or abs(ours - theirs) <= relative * abs(theirs)):
-        return []
-    if numbers and math.isnan(ours) and math.isnan(theirs):
-        return []
-    return [] if ours == theirs else [f"{name}: {ours!r}, one process {theirs!r}"]
+def tolerances(chosen: Choices) -> tuple[float, float]:
+    """How far numbers, relative, and weights may be from one process."""
+    if chosen["dtype"] == "bfloat16":
+        return 3e-2, 3e-2  # 8 bits: 4e-3 per product, and layouts round at other places
+    if chosen["optim"] in ("adafactor", "rmsprop", "adagrad"):
+        return 5e-4, 1e-3  # their steps are of one size however small a gradient is, so that its last bits count
+    return 3e-5, 1e-5
 
 
-class Bench:
-    """A folder with initial models, and the runs of one script after another."""
-
-    def __init__(self) -> None:
-        self.root = tempfile.mkdtemp(prefix="drawn-")
-        self.made: set[str] = set()
-
-    def close(self) -> None:
-        shutil.rmtree(self.root, ignore_errors=True)
-
-    def initial(self, model: str) -> str:
-        folder = f"{self.root}/{model}"
-        if model not in self.made:
-            run_alone(lambda: models.build(model).save_pretrained(folder))
-            self.made.add(model)
-        return folder
-
-    def try_script(self, chosen: dict[str, Any], spec: str) -> tuple[str, list[str]]:
-        """Return "equal", "refused", "differs", "fails", or "no script" if one process fails too; and the words."""
-        out, folder = f"{self.root}/out", self.initial(chosen["model"])
-        parts = ("before", "after") if chosen["resumes"] else ("whole",)
-        shutil.rmtree(out, ignore_errors=True)
-        try:
-            # A run that is not stopped: one process that is resumed may go on in another order.
-            reference = run_alone(script, chosen, folder, f"{out}/alone", None)
-        except RankFailure as failure:
-            return "no script", [last_line(failure)]
-        try:
-            for part in parts:
-                call = partial(script, chosen, folder, f"{out}/ranks", spec, part)
-                ranks = run(call, axes(spec)["world"], init=False)
-        except RankFailure as failure:
-            refused = any(kind in REFUSALS for kind in failure.kinds.values())
-            return ("refused", [last_line(failure)]) if refused else ("fails", [failure.first])
-        found = compare(ranks, reference, chosen)
-        return ("differs" if found else "equal"), found
-
-    def simplify(self, chosen: dict[str, Any], spec: str, kind: str) -> tuple[dict[str, Any], str]:
-        """Take back one choice after another for as long as the script ends in the same way."""
-        for name in sorted(name for name in chosen if chosen[name] != PLAIN[name]):
-            simpler = fitting({**chosen, name: PLAIN[name]})
-            if simpler != chosen and self.try_script(simpler, spec)[0] == kind:
-                chosen = simpler
-        for key in spec.split(","):
-            simpler_spec = ",".join(other for other in spec.split(",") if other != key)
-            if simpler_spec and axes(simpler_spec)["world"] > 1 and self.try_script(chosen, simpler_spec)[0] == kind:
-                spec = simpler_spec
-        return chosen, spec
-
-
-def last_line(failure: RankFailure) -> str:
-    return f"{failure.kind}: {failure.message.strip()[:400]}"
-
-
-def show_choices(chosen: dict[str, Any]) -> str:
-    """The choices that are not plain, as `--run` reads them."""
-    return " ; ".join(f"{name}={chosen[name]!r}" for name in chosen if chosen[name] != PLAIN[name])
-
-
-def read_choices(text: str) -> dict[str, Any]:
-    """The choices of a line that `show_choices` wrote."""
-    import ast
-
-    given = dict(part.split("=", 1) for part in text.split(" ; ") if part)
-    return {**PLAIN, **{name: ast.literal_eval(value) for name, value in given.items()}}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--count", type=int, default=50)
-    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 2, 2, 4])
-    parser.add_argument("--run")
-    parser.add_argument("--spec")
-    parser.add_argument("--simplify", action="store_true")
-    given = parser.parse_args()
-    bench, counts = Bench(), {}
-    try:
-        for seed in [0] if given.run is not None else range(given.first, given.first + given.count):
-            chosen = draw_script(seed) if given.run is None else read_choices(given.run)
-            spec = given.spec or draw_layout(seed, chosen, tuple(given.worlds))
-            try:
-                kind, words = bench.try_script(chosen, spec)
-                if given.simplify and kind in ("differs", "fails"):
-                    chosen, spec = bench.simplify(chosen, spec, kind)
-                    kind, words = bench.try_script(chosen, spec)
-            except Exception:
-                kind, words = "broken", [traceback.format_exc()]
-            counts[kind] = counts.get(kind, 0) + 1
-            print(f'{seed} {kind}: --spec {spec} --run "{show_choices(chosen)}"', flush=True)
-            lines = "\n".join(words).splitlines() if kind != "equal" else []
-            lines = lines[:12] if kind == "differs" else lines[-12:]
-            print("".join(f"    {line[:300]}\n" for line in lines), end="", flush=True)
-        print(counts)
-    finally:
-        bench.close()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+KIND = Kind(CHOICES, fit, script, tolerances, leaves_out)

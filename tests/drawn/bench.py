@@ -1,0 +1,207 @@
+"""Draw choices and layouts, run what they make on ranks and in one process, compare, and simplify what differs."""
+
+import ast
+import math
+import random
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from tests import models
+from tests.distributed import RankFailure, run, run_alone
+from tests.training import axes, key_differences, weight_differences
+
+Choices = dict[str, Any]
+
+#: The errors of this package whose words say what to do.
+REFUSALS = ("SpecError", "UsageError")
+EXPERTS = ("mixtral", "qwen3_moe", "deepseek_moe", "gpt_oss")
+#: Keys of a spec beside the sizes of its axes: which axis they need, and their values.
+SPEC_KEYS: tuple[tuple[str, str, tuple], ...] = (
+    ("dp_shard", "zero_stage", (0, 1, 2)),
+    ("dp_shard", "gradient_reduction", ("micro_step", "step")),
+    ("dp_shard", "offload", ("cpu", "optimizer")),
+    ("dp_", "batch_shares", ("auto", "3:1")),
+    ("pp", "pipeline_schedule", ("gpipe", "interleaved_1f1b", "looped_bfs", "zbv_zero_bubble", "chimera")),
+    ("pp", "pipeline_microbatches", (2, 4)),
+    ("pp", "pipeline_split", ("[1,3]", "3:1")),
+    ("tp", "sequence_parallel", ("true", "false")),
+    ("tp", "tp_overlap", ("true",)),
+    ("cp", "context_parallel", ("ring", "ulysses", "allgather")),
+    ("", "lean_loss", ("true", "false")),
+    ("", "activation_checkpointing", ("selective", "full", "every:2")),
+    ("", "activation_offload", ("true",)),
+    ("", "tiled_mlp", ("true",)),
+    ("", "monitor", ("full", "off", "trace:2", "noise")),
+    ("", "async_save", ("true",)),
+    ("", "padding_free", ("true",)),
+    ("", "nan_action", ("stop", "skip")),
+)
+#: What differs between two runs of one process too, and what only a layout has.
+UNEQUAL = re.compile(r"runtime|per_second|^perf/|preparation_time|^expert_|^noise_")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of script.
+
+    Attributes:
+        choices: by name, the values of what a script may have in one way or another, the plain one first.
+        fit: takes back choices that no script makes together, in one process either.
+        script: `script(choices, folder, out, spec, part)` gives what it found by name, under "found"; the names of
+            gradients in each step, under "gradient_keys"; and the folder that it saved, under "folder".
+        tolerances: of numbers, relative, and of weights.
+        leaves_out: is a number, by its name and key, not compared under these choices?
+    """
+
+    choices: dict[str, tuple]
+    fit: Callable[[Choices], Choices]
+    script: Callable[..., dict[str, Any]]
+    tolerances: Callable[[Choices], tuple[float, float]]
+    leaves_out: Callable[[Choices, str, str], bool]
+
+    @property
+    def plain(self) -> Choices:
+        return {name: values[0] for name, values in self.choices.items()}
+
+    def draw(self, seed: int, changed: int = 9) -> Choices:
+        """Draw the choices of script number `seed`; about so many are not the plain ones."""
+        dice, chance = random.Random(seed), 2 * changed / len(self.choices)
+        chosen = {
+            name: dice.choice(values) if dice.random() < chance else values[0] for name, values in self.choices.items()
+        }
+        chosen["model"] = dice.choice(self.choices["model"]) if dice.random() < 0.6 else "llama"
+        return self.fit(chosen)
+
+    def show(self, chosen: Choices) -> str:
+        """The choices that are not plain, as `read` takes them."""
+        return " ; ".join(f"{name}={chosen[name]!r}" for name in chosen if chosen[name] != self.plain[name])
+
+    def read(self, text: str) -> Choices:
+        """The choices of a line that `show` wrote."""
+        given = dict(part.split("=", 1) for part in text.split(" ; ") if part)
+        return {**self.plain, **{name: ast.literal_eval(value) for name, value in given.items()}}
+
+
+def draw_layout(seed: int, chosen: Choices, worlds: tuple[int, ...] = (2, 2, 2, 4)) -> str:
+    """Draw a spec: one or two axes, and about one further key of those that go with them."""
+    dice = random.Random(f"layout {seed}")
+    world = dice.choice(worlds)
+    names = ["dp_shard", "dp_replicate", "tp", "pp", "cp"]
+    chosen_axes = [dice.choice(names)] if world == 2 else dice.sample(names, 2)
+    spec = dict.fromkeys(chosen_axes, "2")
+    if chosen["model"] in EXPERTS and "dp_shard" in spec and dice.random() < 0.7:
+        spec["ep"] = "2"
+    fitting_keys = [entry for entry in SPEC_KEYS if any(axis.startswith(entry[0]) for axis in spec)]
+    for _, name, values in fitting_keys:
+        if dice.random() < 1.2 / len(fitting_keys):
+            spec[name] = str(dice.choice(values))
+    return ",".join(f"{key}={value}" for key, value in spec.items())
+
+
+class Bench:
+    """A folder with initial models, and the runs of one script of a kind after another."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.root = tempfile.mkdtemp(prefix="drawn-")
+        self.made: set[str] = set()
+
+    def close(self) -> None:
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def initial(self, model: str) -> str:
+        """Folder of the untrained model."""
+        folder = f"{self.root}/{model}"
+        if model not in self.made:
+            run_alone(lambda: models.build(model).save_pretrained(folder))
+            self.made.add(model)
+        return folder
+
+    def try_script(self, chosen: Choices, spec: str) -> tuple[str, list[str]]:
+        """Return "equal", "refused", "differs", "fails", or "no script" if one process fails too; and the words."""
+        out, folder, script = f"{self.root}/out", self.initial(chosen["model"]), self.kind.script
+        parts = ("before", "after") if chosen.get("resumes") else ("whole",)
+        shutil.rmtree(out, ignore_errors=True)
+        try:
+            # A run that is not stopped: one process that is resumed may go on in another order.
+            reference = run_alone(script, chosen, folder, f"{out}/alone", None, "whole")
+        except RankFailure as failure:
+            return "no script", [_last_line(failure)]
+        try:
+            for part in parts:
+                call = partial(script, chosen, folder, f"{out}/ranks", spec, part)
+                ranks = run(call, axes(spec)["world"], init=False)
+        except RankFailure as failure:
+            told = failure.kind == "NotImplementedError" and failure.message.startswith("hf_parallel: ")
+            refused = told or any(kind in REFUSALS for kind in failure.kinds.values())
+            return ("refused", [_last_line(failure)]) if refused else ("fails", [failure.first])
+        found = self.compare(ranks, reference, chosen)
+        return ("differs" if found else "equal"), found
+
+    def compare(self, ranks: list[dict[str, Any]], reference: dict[str, Any], chosen: Choices) -> list[str]:
+        """Return every difference in words. Of a run that was resumed only what comes after it is compared."""
+        relative, weights = self.kind.tolerances(chosen)
+        lines = []
+        for rank, outcome in enumerate(ranks):
+            for name in sorted({*outcome["found"], *reference["found"]}):
+                ours, theirs = outcome["found"].get(name), reference["found"].get(name)
+                if self.kind.leaves_out(chosen, name, ""):
+                    continue
+                if ours is None or theirs is None:
+                    lines.append(f"rank {rank}: {name}: only {'in one process' if ours is None else 'here'}")
+                    continue
+                for key in sorted({*ours, *theirs}):
+                    if not UNEQUAL.search(key) and not self.kind.leaves_out(chosen, name, key):
+                        lines += _unequal(f"rank {rank}: {name}: {key}", ours.get(key), theirs.get(key), relative)
+        steps = {len(outcome["gradient_keys"]) for outcome in ranks}
+        expected = reference["gradient_keys"]
+        if chosen.get("resumes"):
+            expected = expected[-max(steps) :]
+        elif steps != {len(expected)}:
+            lines.append(f"steps {steps}, one process {len(expected)}")
+        lines += key_differences([outcome["gradient_keys"] for outcome in ranks], expected)
+        return lines + weight_differences(ranks[0]["folder"], reference["folder"], weights)
+
+    def simplify(self, chosen: Choices, spec: str, kind: str) -> tuple[Choices, str]:
+        """Take back one choice after another for as long as the script ends in the same way."""
+        plain = self.kind.plain
+        for name in sorted(name for name in chosen if chosen[name] != plain[name]):
+            simpler = self.kind.fit({**chosen, name: plain[name]})
+            if simpler != chosen and self.try_script(simpler, spec)[0] == kind:
+                chosen = simpler
+        for key in spec.split(","):
+            simpler_spec = ",".join(other for other in spec.split(",") if other != key)
+            if simpler_spec and axes(simpler_spec)["world"] > 1 and self.try_script(chosen, simpler_spec)[0] == kind:
+                spec = simpler_spec
+        return chosen, spec
+
+
+def _last_line(failure: RankFailure) -> str:
+    return f"{failure.kind}: {failure.message.strip()[:400]}"
+
+
+def _unequal(name: str, ours: Any, theirs: Any, relative: float) -> list[str]:
+    numbers = all(isinstance(value, (int, float)) for value in (ours, theirs))
+    if numbers and (ours == theirs or abs(ours - theirs) <= relative * abs(theirs)):
+        return []
+    if numbers and math.isnan(ours) and math.isnan(theirs):
+        return []
+    return [] if ours == theirs else [f"{name}: {ours!r}, one process {theirs!r}"]
+
+
+def summarise(predictions: Any) -> dict[str, float]:
+    """Numbers that change with any prediction and with the order of rows."""
+    flat = torch.cat([torch.as_tensor(part).double().flatten() for part in _leaves(predictions)])
+    weighed = flat * torch.linspace(0.5, 1.5, len(flat), dtype=flat.dtype)
+    return {"sum": float(weighed.abs().sum()), "size": len(flat)}
+
+
+def _leaves(parts: Any) -> list:
+    return [leaf for part in parts for leaf in _leaves(part)] if isinstance(parts, (tuple, list)) else [parts]
