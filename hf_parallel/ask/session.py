@@ -9,16 +9,17 @@ clean. A process without a layout has a session, too: `hf_parallel.parallelize` 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 State = TypeVar("State")
 
 
+@dataclass(eq=False)
 class Session:
     """Objects of one layout by their class."""
 
-    def __init__(self) -> None:
-        self._held: dict[type, object] = {}
+    _held: dict[type, object] = field(default_factory=dict)
 
     def get(self, kind: type[State]) -> State:
         """Return the session's object of this class; the first call makes it."""

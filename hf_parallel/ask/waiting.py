@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TextIO
 
 #: Seconds without a word.
@@ -44,12 +45,15 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
         thread.join()
 
 
+@dataclass(eq=False)
 class _Line:
     """A line that says what goes on until it is ended."""
 
-    def __init__(self, what: str, stream: TextIO) -> None:
-        self.what, self.stream, self.began = what, stream, time.monotonic()
-        self.ended, self._shown = threading.Event(), False
+    what: str
+    stream: TextIO
+    began: float = field(default_factory=time.monotonic)
+    ended: threading.Event = field(default_factory=threading.Event)
+    _shown: bool = False
 
     def say(self, what: str) -> None:
         self.what = what

@@ -125,10 +125,11 @@ class Axis(Generic[Facts, Part]):
     inside: ClassVar[bool] = False  # does it cut a model inside, so that it must be one of transformers?
     key: ClassVar[str | None] = None  # of the config, where it is not the number of the axis' ranks
     off: ClassVar[object] = 1  # the value of the key with which the axis does nothing
+    always_on: ClassVar[bool] = False  # does it do something under any config?
 
     def is_on(self, config: ParallelConfig) -> bool:
         """Return whether the axis does anything under this config."""
-        return getattr(config, self.key or f"{self.name}_size", self.off) != self.off
+        return self.always_on or getattr(config, self.key or f"{self.name}_size", self.off) != self.off
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> Facts | None:
         """Read from a model, without changing it, what the axis needs to know."""

@@ -117,15 +117,6 @@ def export_run(checkpoint: str, out: str) -> None:
             shutil.copyfile(os.path.join(checkpoint, source), os.path.join(out, name))
 
 
-def push_folder(out: str, repository: str) -> str:
-    """Upload the folder and return its address."""
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    name = api.create_repo(repository, exist_ok=True).repo_id
-    return str(api.upload_folder(repo_id=name, folder_path=out, commit_message="hf-parallel export"))
-
-
 def _write_groups(
     groups: list[Group], tensors: dict[str, LazyTensor], out: str, stem: str, max_shard_size: int | str
 ) -> None:

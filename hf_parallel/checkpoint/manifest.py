@@ -12,6 +12,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TypedDict
 
 MANIFEST = "manifest.json"
@@ -27,14 +28,14 @@ class FileFacts(TypedDict):
     crc32: list[str]
 
 
+@dataclass(eq=False)
 class Checksums:
     """CRC-32 of pieces of a file that are written in any order, none of them across a multiple of `CHUNK` bytes.
 
     Attributes: `pieces`, each as start, length and checksum.
     """
 
-    def __init__(self) -> None:
-        self.pieces: list[tuple[int, int, int]] = []
+    pieces: list[tuple[int, int, int]] = field(default_factory=list)
 
     def update(self, data: bytes | memoryview, start: int) -> None:
         """Take note of these bytes, which belong at `start`."""

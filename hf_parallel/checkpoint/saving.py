@@ -12,6 +12,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,7 @@ def make_lost_peer_error(error: RuntimeError, what: str) -> CheckpointError:
     return CheckpointError(f"{what} (a rank was lost: {' '.join(str(error).split())[:200]})")
 
 
+@dataclass(eq=False)
 class Saving:
     """A save in progress.
 
@@ -57,12 +59,12 @@ class Saving:
         checksums: of the bytes this rank has written, by path.
     """
 
-    def __init__(self, mesh: ParallelMesh, in_background: bool = False):
-        self.mesh, self.in_background = mesh, in_background
-        self.error: str | None = None
-        self.checksums: dict[str, Checksums] = {}
-        self._streams: list[Callable[[], None]] = []
-        self._writers: list[int] = []
+    mesh: ParallelMesh
+    in_background: bool = False
+    error: str | None = None
+    checksums: dict[str, Checksums] = field(default_factory=dict)
+    _streams: list[Callable[[], None]] = field(default_factory=list)
+    _writers: list[int] = field(default_factory=list)
 
     @contextlib.contextmanager
     def noting(self, path: str = "") -> Iterator[None]:

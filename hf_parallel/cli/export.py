@@ -49,7 +49,11 @@ def run_export(args: argparse.Namespace) -> int:
                 say("writing the optimizer's states")
                 exporting.export_run(args.checkpoint, args.out)
         if args.push_to_hub is not None:
-            print(exporting.push_folder(args.out, args.push_to_hub or os.path.basename(os.path.abspath(args.out))))
+            from huggingface_hub import HfApi
+
+            api, name = HfApi(), args.push_to_hub or os.path.basename(os.path.abspath(args.out))
+            repo = api.create_repo(name, exist_ok=True).repo_id  # with the user before the name
+            print(api.upload_folder(repo_id=repo, folder_path=args.out, commit_message="hf-parallel export"))
     except (OSError, RuntimeError, ValueError) as error:
         print(f"hf_parallel: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -236,11 +236,15 @@ def _fork_run(name: str, folder: Path, world: int, work: Callable[[int], None], 
         devices: GPUs of the run. Ranks share them where they are fewer; one process sees one.
     """
     from hf_parallel.check import links
-    from hf_parallel.prove import guarded
     from hf_parallel.prove.processes import ForkedRun
 
     shutil.rmtree(folder, ignore_errors=True)
-    guarded.show_current_folder(folder / "work")
+    # The script runs in a folder that shows everything of the current one: it reads data by relative paths, and saves
+    # under new ones. An existing path leads to the user's own files, which `refuse_writes_outside` keeps.
+    here, shown = os.getcwd(), folder / "work"
+    shown.mkdir(parents=True)
+    for entry in os.listdir(here):
+        os.symlink(os.path.join(here, entry), shown / entry)
     one = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]} if devices else {}
     return ForkedRun(name, folder, work, links.make_environments(world, devices) if world else [one])
 

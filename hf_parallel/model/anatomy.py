@@ -405,13 +405,13 @@ _NAMES = ("drop", "jitter", "noise")
 _DRAWN_TOGETHER = "neftune_noise_alpha"
 
 
+@dataclass(eq=False)
 class Draws:
     """A question whether a module draws random numbers in training: answered once, and again after layers came in."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self._changes = of_process(_Changes)
-        self._known: tuple[int, bool] | None = None
+    module: nn.Module
+    _changes: _Changes = field(default_factory=lambda: of_process(_Changes))
+    _known: tuple[int, bool] | None = None
 
     def __bool__(self) -> bool:
         if not self.module.training:

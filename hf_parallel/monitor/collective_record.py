@@ -23,6 +23,7 @@ import threading
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +75,7 @@ def call_before_abort(say: Callable[[], None]) -> Iterator[None]:
 
 #: How many of each group are remembered, and how many of them are told in a report.
 KEPT, TOLD = 64, 32
+_LAST: Callable[[], deque[Any]] = functools.partial(deque, maxlen=KEPT)
 MESSAGES = ("send", "receive")
 
 
@@ -98,6 +100,7 @@ class Entry:
         return self.work is None
 
 
+@dataclass(eq=False)
 class CollectiveRecord(Listener):
     """Hears of this process's collectives; forgets all but the last.
 
@@ -106,16 +109,16 @@ class CollectiveRecord(Listener):
         model: whose modules are named.
     """
 
-    def __init__(self, axes: Mapping[str, str], model: nn.Module) -> None:
-        self.axes, self.model = dict(axes), model
-        self.entries: defaultdict[str, deque[Entry]] = defaultdict(functools.partial(deque, maxlen=KEPT))
-        self.ranks: dict[str, list[int]] = {}
-        self._counts: dict[tuple[str, bool], int] = {}
-        self._on_host: dict[tuple[str, str], bool] = {}
-        self._order = itertools.count()
-        self._open: deque[Entry] = deque(maxlen=KEPT)  # whose work is looked at
-        self._waited_for: dict[int, dist.Work] = {}  # by thread: the work that it waits for
-        self._starting: dict[int, Entry] = {}  # by call: threads beside the training have collectives too
+    axes: Mapping[str, str]
+    model: nn.Module
+    entries: defaultdict[str, deque[Entry]] = field(default_factory=lambda: defaultdict(_LAST))
+    ranks: dict[str, list[int]] = field(default_factory=dict)
+    _counts: dict[tuple[str, bool], int] = field(default_factory=dict)
+    _on_host: dict[tuple[str, str], bool] = field(default_factory=dict)
+    _order: Iterator[int] = field(default_factory=itertools.count)
+    _open: deque[Entry] = field(default_factory=_LAST)  # whose work is looked at
+    _waited_for: dict[int, dist.Work] = field(default_factory=dict)  # by thread: the work that it waits for
+    _starting: dict[int, Entry] = field(default_factory=dict)  # by call: other threads have collectives too
 
     # ---- of every collective ---------------------------------------------------------------------------------------
 

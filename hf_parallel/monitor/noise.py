@@ -87,12 +87,16 @@ def describe_critical_batch(critical: float, batch: float) -> str:
     )
 
 
+@dataclass(eq=False)
 class NoiseScale:
     """The smoothed estimate of a training, step by step."""
 
-    def __init__(self, decay: float = DECAY) -> None:
-        self._decay, self._weight = decay, 0.0
-        self._noise = self._signal = self._targets = self._sequences = 0.0
+    decay: float = DECAY
+    _weight: float = 0.0
+    _noise: float = 0.0
+    _signal: float = 0.0
+    _targets: float = 0.0
+    _sequences: float = 0.0
 
     def add(self, step: StepSums) -> None:
         """Take in a step; a step with one small batch shows nothing."""
@@ -107,7 +111,7 @@ class NoiseScale:
             ("_sequences", step.sequences),
             ("_weight", 1.0),
         ):
-            setattr(self, name, self._decay * getattr(self, name) + (1 - self._decay) * value)
+            setattr(self, name, self.decay * getattr(self, name) + (1 - self.decay) * value)
 
     @property
     def estimate(self) -> Estimate | None:

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
@@ -25,6 +24,7 @@ from hf_parallel.monitor.meter import sum_lengths, unite_intervals
 from hf_parallel.monitor.trace import Part
 from hf_parallel.monitor.waits import ALL, HostClock, Waits
 from hf_parallel.ranks import messages
+from hf_parallel.ranks.devices import synchronize
 from hf_parallel.ranks.groups import read_machine_id
 from hf_parallel.ranks.mesh import ParallelMesh, compute_coordinates
 
@@ -131,13 +131,13 @@ class Profile:
             self._profiler = None
         if mesh.device.type == "cpu":  # on a GPU its kernels tell
             self._waits.start(mesh.device)
-        self._synchronize()
+        synchronize(self.mesh.device)
         dist.barrier(mesh.host_group_of_training)
         self._begin, self._waits.open = time.time_ns(), True
 
     def finish(self, folder: str) -> list[str]:
         """End the step. On rank 0, return what is to be said of it. Collective over all ranks."""
-        self._synchronize()
+        synchronize(self.mesh.device)
         end = time.time_ns()
         self._waits.stop()
         begins = messages.gather_objects((read_machine_id(), self._begin), self.mesh.host_group_of_training)
@@ -172,7 +172,3 @@ class Profile:
         if not any(part.events for part in parts):
             lines.append("they have no operators: the script runs torch.profiler itself")
         return lines
-
-    def _synchronize(self) -> None:
-        if self.mesh.device.type != "cpu":
-            torch.accelerator.synchronize(self.mesh.device)

@@ -50,22 +50,23 @@ if TYPE_CHECKING:
 FILE = "_hf_parallel_metrics.jsonl"
 
 
+@dataclass(eq=False)
 class Record:
     """The file of one run; a folder that takes no more loses lines, never the training."""
 
-    def __init__(self, folder: str) -> None:
-        self.path = os.path.join(folder, FILE)
-        self.failed: str | None = None
+    folder: str
+    failed: str | None = None
 
     def write(self, kind: str, **values: object) -> str | None:
         """Append a line; why it could not be written, the first time it could not."""
+        path = os.path.join(self.folder, FILE)
         try:
-            os.makedirs(os.path.dirname(self.path), exist_ok=True)
-            with open(self.path, "a", encoding="utf-8") as file:
+            os.makedirs(self.folder, exist_ok=True)
+            with open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **values}) + "\n")
         except OSError as error:
             first, self.failed = self.failed is None, str(error)
-            return f"{self.path} is not written: {error}; training goes on" if first else None
+            return f"{path} is not written: {error}; training goes on" if first else None
         return None
 
 
@@ -125,6 +126,7 @@ class Slow:
         )
 
 
+@dataclass(eq=False)
 class Stragglers:
     """Looks at each gathering; of what two in a row show, it names the slowest rank, once until it is over.
 
@@ -132,10 +134,9 @@ class Stragglers:
         stages: the pipeline rank of each rank.
     """
 
-    def __init__(self, stages: Sequence[int]) -> None:
-        self.stages = stages
-        self._before: Container[tuple[int, str]] = ()
-        self._said: tuple[int, str] | None = None
+    stages: Sequence[int]
+    _before: Container[tuple[int, str]] = ()
+    _said: tuple[int, str] | None = None
 
     def look(self, rows: list[RankRow]) -> Slow | None:
         """The rank to name now; the same on all ranks."""

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -58,14 +59,14 @@ class HostClock:
         """They are not asked for again."""
 
 
+@dataclass(eq=False)
 class DeviceClock:
     """The clock of a stream: a mark is an event, read when the device is past it. No call waits for the device."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._free: list[torch.Event] = []
-        self._stream: torch.Stream | None = None
-        self._thread: int | None = None
+    device: torch.device
+    _free: list[torch.Event] = field(default_factory=list)
+    _stream: torch.Stream | None = None
+    _thread: int | None = None
 
     def begin(self) -> None:
         """A step begins, in the stream that computes it."""
@@ -119,6 +120,7 @@ REPLACES = (
 Note = Callable[[str, Mark, Mark], None]
 
 
+@dataclass(eq=False)
 class Waits(Listener):
     """Tells `note` of each wait of the computation: axis, begin, end.
 
@@ -128,14 +130,15 @@ class Waits(Listener):
         note: only called while `open`.
     """
 
-    def __init__(self, axes: Mapping[str, str], clock: Clock, note: Note) -> None:
-        self.axes, self.clock, self.note = dict(axes), clock, note
-        self.open = False
-        self._pending: dict[int, str | None] = {}  # id of a Work -> its axis, until somebody waits for it
-        self._now: object = None  # the call or the work that the computation waits for, since `_begin`
-        self._begin: Mark = None
-        self._axis = ""
-        self._stream: tuple[type, Callable] | None = None  # the class of streams, and its own `wait_event`
+    axes: Mapping[str, str]
+    clock: Clock
+    note: Note
+    open: bool = False
+    _pending: dict[int, str | None] = field(default_factory=dict)  # id of a Work -> its axis, until it is waited for
+    _now: object = None  # the call or the work that the computation waits for, since `_begin`
+    _begin: Mark = None
+    _axis: str = ""
+    _stream: tuple[type, Callable] | None = None  # the class of streams, and its own `wait_event`
 
     def start(self, device: torch.device) -> None:
         """Watch from here on."""

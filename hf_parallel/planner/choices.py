@@ -39,16 +39,6 @@ class Choice:
         return self.prediction.needed_gib
 
     @property
-    def allocated_gib(self) -> float:
-        """GiB of tensors on the fullest rank: `torch.cuda.max_memory_allocated`."""
-        return self.prediction.allocated_gib
-
-    @property
-    def reserved_gib(self) -> float:
-        """GiB that torch's allocator holds there: `torch.cuda.max_memory_reserved`."""
-        return self.prediction.reserved_gib
-
-    @property
     def free_gib(self) -> float:
         """GiB of a GPU that are left beside what its fullest rank must have."""
         return self.prediction.cluster.gpu.memory_gib - self.needed_gib
@@ -92,10 +82,9 @@ class Choice:
             "per_device_train_batch_size": self.rows,
             "gradient_accumulation_steps": self.accumulation,
             **{name: getattr(p, name) for name in rates},
-            **{
-                name: getattr(self, name)
-                for name in ("needed_gib", "allocated_gib", "reserved_gib", "free_gib", "host_gib")
-            },
+            **{name: getattr(p, name) for name in ("needed_gib", "allocated_gib", "reserved_gib")},
+            "free_gib": self.free_gib,
+            "host_gib": self.host_gib,
             **{name: getattr(p.breakdown, name) for name in ("memory", "time", "bytes_by_axis")},
             "warnings": list(self.warnings),
         }

@@ -136,7 +136,7 @@ def make_table(found: Found, dollars: float | None = None) -> Table:
             took = found.measured.get(spec)
             cells.append("" if took is None else f"{took:.3g}")
         cells += [f"{p.tokens_per_s_per_gpu:,.0f}", f"{p.mfu:.1%}"]
-        cells += [f"{size:.1f}" for size in (choice.allocated_gib, choice.reserved_gib, choice.free_gib)]
+        cells += [f"{size:.1f}" for size in (p.allocated_gib, p.reserved_gib, choice.free_gib)]
         cells += [f"{p.bubble:.1%}", *([f"{p.cost_per_billion_tokens(dollars):,.0f}"] if dollars else [])]
         shown.add_row(*cells)
     return shown

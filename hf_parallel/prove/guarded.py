@@ -21,18 +21,6 @@ _WHOLE = ("os.truncate", "shutil.move")
 _FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
-def show_current_folder(folder: Path) -> None:
-    """Make a folder that shows everything of the current one: a script that runs there writes there what is new.
-
-    Scripts read data by relative paths and save under new ones. An existing one leads to the user's own files, which
-    `refuse_writes_outside` keeps.
-    """
-    here = os.getcwd()
-    folder.mkdir(parents=True)
-    for name in os.listdir(here):
-        os.symlink(os.path.join(here, name), folder / name)
-
-
 def refuse_writes_outside(folder: Path) -> None:
     """From here on writing, renaming or removing files raises an error, but in `folder`, caches and temporary folders.
 

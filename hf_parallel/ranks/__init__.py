@@ -2,7 +2,6 @@
 
 from hf_parallel.ranks.all_to_all import (
     exchange,
-    exchange_counts,
     exchange_during,
     exchange_equally,
     exchange_tokens_for_columns,
@@ -43,7 +42,6 @@ __all__ = [
     "copy_to_group",
     "copy_weight_to_group",
     "exchange",
-    "exchange_counts",
     "exchange_during",
     "exchange_equally",
     "gather_last_dim",

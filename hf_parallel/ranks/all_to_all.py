@@ -32,11 +32,6 @@ def all_to_all(
     return arrived
 
 
-def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[ranks, …], what this rank tells each -> [ranks, …], what each tells this one. Not differentiable."""
-    return keep_or_compute(lambda: all_to_all(counts, group), COLLECTIVE)
-
-
 @with_gradient(all_to_all)
 def exchange_equally(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[ranks, …] -> [ranks, …]: what is at place r goes to rank r, and what came from rank r is at place r."""

@@ -15,6 +15,7 @@ import inspect
 import os
 import socket
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -26,12 +27,12 @@ Partition = list[list[int]]  # all groups along some axes, as global ranks
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
+@dataclass(eq=False)
 class Groups:
     """The groups of one mesh. Every rank asks for the same ones in the same order."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.rank = device, dist.get_rank()
-        self._known: dict[tuple, dist.ProcessGroup | None] = {}
+    device: torch.device
+    _known: dict[tuple, dist.ProcessGroup | None] = field(default_factory=dict)
 
     def along(self, partition: Partition, urgent: bool = False, apart: str = "") -> dist.ProcessGroup:
         """Return this rank's group of `partition`, which all ranks are in. Collective over them at the first time.
@@ -61,7 +62,7 @@ class Groups:
                     told["backend"] = "cuda:nccl"
                 self._known[key] = dist.split_group(split_ranks=partition, **told)
             else:
-                self._known[key] = _make_groups_keep_own(partition, self.rank, pg_options=options)
+                self._known[key] = _make_groups_keep_own(partition, pg_options=options)
         return self._known[key]
 
     def on_host(self, partition: Partition, group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -70,7 +71,7 @@ class Groups:
             return group
         key = ("host", *map(tuple, partition))
         if key not in self._known:
-            self._known[key] = _make_groups_keep_own(partition, self.rank, backend="gloo")
+            self._known[key] = _make_groups_keep_own(partition, backend="gloo")
         own = self._known[key]
         assert own is not None
         return own
@@ -134,14 +135,14 @@ def time_out() -> timedelta | None:
     return getattr(options, "_timeout", None)
 
 
-def _make_groups_keep_own(partition: Partition, rank: int, **settings: Any) -> dist.ProcessGroup | None:
-    """Make all groups of a partition, and return the group that holds `rank`."""
+def _make_groups_keep_own(partition: Partition, **settings: Any) -> dist.ProcessGroup | None:
+    """Make all groups of a partition, and return the group that holds this rank."""
     own = None
     # Otherwise ranks outside of a group would take part in a split of communicators that ranks inside never make.
     alone = _is_split_from_default(dist.distributed_c10d._get_default_group())
     for ranks in partition:
         group = dist.new_group(ranks, timeout=time_out(), use_local_synchronization=alone, **settings)
-        if rank in ranks:
+        if dist.get_rank() in ranks:
             own = group
     return own
 

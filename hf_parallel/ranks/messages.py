@@ -13,6 +13,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import torch
@@ -201,6 +202,7 @@ _FIRST_PAUSE_S, _BARRIER_S, _PAUSE_S = 0.0005, 0.02, 0.25
 _NO_MORE, _GO_ON = "no more", "go on"
 
 
+@dataclass(eq=False)
 class Requests:
     """Requests of rank 0, in the store in which ranks sign in.
 
@@ -211,9 +213,13 @@ class Requests:
         waits_at: where this rank waits for rank 0 and does what it asks.
     """
 
-    def __init__(self, store: dist.Store, rank: int, sign_in: Callable[[dist.Store, str, str | None], object]) -> None:
-        self.store, self.rank, self.sign_in = store, rank, sign_in
-        self.count, self.waits_at, self._go_on, self.meetings = 0, "", "", 0
+    store: dist.Store
+    rank: int
+    sign_in: Callable[[dist.Store, str, str | None], object]
+    count: int = 0
+    waits_at: str = ""
+    meetings: int = 0
+    _go_on: str = ""
 
     def ask(self, call: str, number: int, advice: str) -> None:
         """Rank 0: return when the others are about to do `on_request[number]`, as this one is then to do itself."""

@@ -12,6 +12,7 @@ import operator
 import statistics
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TypeAlias
 
@@ -55,12 +56,12 @@ def compute_shares_of(seconds: Sequence[float]) -> Shares:
     return tuple(Fraction(f"{min(seconds) / one:.2f}") or Fraction(1, 100) for one in seconds)
 
 
+@dataclass(eq=False)
 class Speeds:
     """Seconds per example of each data rank, reading by reading, and what follows for the cut of a batch."""
 
-    def __init__(self) -> None:
-        self._readings: deque[Sequence[float]] = deque(maxlen=READINGS)
-        self._agreed = 0
+    _readings: deque[Sequence[float]] = field(default_factory=lambda: deque(maxlen=READINGS))
+    _agreed: int = 0
 
     @property
     def medians(self) -> list[float]:

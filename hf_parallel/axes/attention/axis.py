@@ -213,9 +213,7 @@ class Attention(Axis["AttentionFacts", "Kernel | None"]):
     """The kernel that the spec names, or the one that device, dtype and model suggest."""
 
     name = "attention"
-
-    def is_on(self, config: ParallelConfig) -> bool:
-        return True  # `auto` looks at every model
+    always_on = True  # `auto` looks at every model
 
     def read(self, model: nn.Module, config: ParallelConfig) -> AttentionFacts | None:
         """Read how a model's attentions are built; None if it is not one of transformers."""

@@ -8,12 +8,10 @@ other time, as in `generate`, both do what the model's own kernel would.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 from transformers import AttentionMaskInterface
 
 from hf_parallel.axes.context.kernels import Scores, read_alignment, repeat_per_query_head
@@ -22,10 +20,7 @@ from hf_parallel.axes.context.packs import upload
 from hf_parallel.axes.context.ring import RingAttention
 from hf_parallel.axes.context.ulysses import to_heads, to_tokens
 from hf_parallel.ranks import reduce_from_group, scale_gradient, start_all_gather
-
-if TYPE_CHECKING:
-    from hf_parallel.ranks.differentiable import Context
-
+from hf_parallel.ranks.differentiable import with_gradient
 
 # ---- From whole sequences to a rank's tokens and back, with gradients that are averaged over cp ranks afterwards
 # Cp ranks hold the same parameters and other tokens, and FSDP2 averages gradients over them as over data ranks. What
@@ -33,30 +28,16 @@ if TYPE_CHECKING:
 #
 #     join             tokens of each rank -> all of them, which all ranks use alike     backward: own tokens, times cp
 #     sum_over_ranks   a sum over each rank's tokens -> over all                         backward: times cp
-#     TakePart         tokens that all ranks have -> a rank's own                        backward: all of them, by cp
+#     take_part        tokens that all ranks have -> a rank's own                        backward: all of them, by cp
 
 
-class _Join(torch.autograd.Function):
-    """[b, n, …] of each rank -> [b, s, …] in the original order."""
-
-    @staticmethod
-    def forward(ctx: Context, tensor: torch.Tensor, layout: Layout, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.layout, ctx.group = layout, group
-        gathered = start_all_gather(tensor.contiguous(), group).wait()  # [cp, b, n, …]
-        inverse = layout.on(tensor.device)[1]
-        rows = torch.arange(len(inverse), device=tensor.device)[:, None]
-        return gathered.transpose(0, 1).flatten(1, 2)[rows, inverse]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        own = take(gradient, ctx.layout, ctx.group.rank())
-        return own * ctx.group.size(), None, None
-
-
+@with_gradient(lambda gradient, layout, group: take(gradient, layout, group.rank()) * group.size())
 def join(tensor: torch.Tensor, layout: Layout, group: dist.ProcessGroup) -> torch.Tensor:
-    """[b, n, …] of this rank's tokens -> [b, s, …] on all ranks, which must go on to compute the same."""
-    return _Join.apply(tensor, layout, group)
+    """[b, n, …] of each rank's tokens -> [b, s, …] in the original order; all ranks must go on to compute the same."""
+    gathered = start_all_gather(tensor.contiguous(), group).wait()  # [cp, b, n, …]
+    inverse = layout.on(tensor.device)[1]
+    rows = torch.arange(len(inverse), device=tensor.device)[:, None]
+    return gathered.transpose(0, 1).flatten(1, 2)[rows, inverse]
 
 
 def sum_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -64,18 +45,10 @@ def sum_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     return reduce_from_group(scale_gradient(tensor, group.size()), group)
 
 
-class TakePart(torch.autograd.Function):
+@with_gradient(lambda gradient, layout, group: join(gradient, layout, group) / group.size())
+def take_part(tensor: torch.Tensor, layout: Layout, group: dist.ProcessGroup) -> torch.Tensor:
     """[b, s, …] of all ranks alike -> [b, n, …], the tokens of each; the gradient of all is whole on every rank."""
-
-    @staticmethod
-    def forward(ctx: Context, tensor: torch.Tensor, layout: Layout, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.layout, ctx.group = layout, group
-        return take(tensor, layout, group.rank())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return join(gradient, ctx.layout, ctx.group) / ctx.group.size(), None, None
+    return take(tensor, layout, group.rank())
 
 
 def take(tensor: torch.Tensor, layout: Layout, rank: int, fill: float = 0) -> torch.Tensor:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.axes.context import packs
-from hf_parallel.axes.context.attention import Cut, Exchanged, TakePart, current, join, sum_over_ranks, take
+from hf_parallel.axes.context.attention import Cut, Exchanged, current, join, sum_over_ranks, take, take_part
 from hf_parallel.axes.context.choose import Choice
 from hf_parallel.axes.context.layout import Layout, Shape
 from hf_parallel.model.anatomy import Draws, find_checkpoint_settings
@@ -162,7 +162,8 @@ class SequenceCut:
         batch = bind_arguments_of(names, args, kwargs, model)
         if isinstance(output, dict) and dict.get(output, "logits") is not None and self._loss_is_own(model, batch):
             layout = self._find_layout(batch)
-            whole_when_read(output, "logits", functools.partial(join, layout=layout, group=self.group))
+            group = self.group
+            whole_when_read(output, "logits", lambda logits: join(logits, layout, group))
 
     # ---- around the backbone -------------------------------------------------------------------------------------
 
@@ -230,7 +231,7 @@ class SequenceCut:
         for key, value in own.items():
             if torch.is_tensor(value) and value.dim() >= 2 and value.shape[:2] == whole:
                 trains = value.requires_grad
-                own[key] = TakePart.apply(value, layout, self.group) if trains else take(value, layout, rank)
+                own[key] = take_part(value, layout, self.group) if trains else take(value, layout, rank)
         if "position_ids" in names:
             positions = batch.get("position_ids")
             if positions is None:

@@ -28,9 +28,7 @@ class Data(Axis[None, DataPart]):
     """The last of all to be applied: it stores what the other axes have left of each parameter."""
 
     name = "dp"
-
-    def is_on(self, config: ParallelConfig) -> bool:
-        return True
+    always_on = True
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: None) -> DataPart:
         """When gradients are reduced."""

@@ -71,7 +71,8 @@ def _end_local_step(optimizer: Optimizer, *_: object) -> None:
 def list_parameters_of(optimizer: Optimizer) -> list[list[torch.Tensor]]:
     """Return the parameters of each group, also in the midst of a step on their parts."""
     held = vars(optimizer).get(_HELD)
-    return [group["params"] for group in optimizer.param_groups] if held is None else held.list_parameters()
+    former = {} if held is None else held.former
+    return [former.get(number, group["params"]) for number, group in enumerate(optimizer.param_groups)]
 
 
 @dataclass(eq=False)
@@ -139,10 +140,6 @@ class OnLocalParts:
         for group in self._one_by_one:
             group["foreach"] = True
         self._parts, self._states, self._one_by_one = {}, {}, []
-
-    def list_parameters(self) -> list[list[torch.Tensor]]:
-        """Return the parameters of each group, as they are outside."""
-        return [self.former.get(number, group["params"]) for number, group in enumerate(self.optimizer.param_groups)]
 
 
 @contextlib.contextmanager

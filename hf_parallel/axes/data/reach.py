@@ -228,16 +228,13 @@ class _Trial:
         elif isinstance(rate, (int, float)):
             settings["lr"] = min(max(rate, _RATES[0]), _RATES[1])
         own["param_groups"] = [{**settings, "params": self.weights}]
-        own["state"] = defaultdict(dict, zip(self.weights, self._make_states(optimizer, group), strict=True))
-        own["state"].update({n: copy_setting(v) for n, v in optimizer.state.items() if _is_setting(n, v)})
-
-    def _make_states(self, optimizer: Optimizer, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return what an optimizer has kept of its parameters since it was made, before any step."""
+        # States that the optimizer has kept since it was made, before any step; those of steps are left out.
         former = [optimizer.state.get(parameter, {}) for parameter in group["params"][: len(self.weights)]]
         former += [dict(former[-1])] * (len(self.weights) - len(former))
-        if any(torch.is_tensor(value) and value.ndim for slots in former for value in slots.values()):
-            return [{} for _ in former]  # of steps that were taken
-        return [copy_setting(slots) for slots in former]
+        has_stepped = any(torch.is_tensor(value) and value.ndim for slots in former for value in slots.values())
+        states = [{} if has_stepped else copy_setting(slots) for slots in former]
+        own["state"] = defaultdict(dict, zip(self.weights, states, strict=True))
+        own["state"].update({n: copy_setting(v) for n, v in optimizer.state.items() if _is_setting(n, v)})
 
     def run(
         self,

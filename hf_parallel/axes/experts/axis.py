@@ -50,9 +50,7 @@ class Experts(Axis["MixtureFacts", ExpertPart]):
     """A second view of ranks that other axes have: no axis of the mesh. Without ep it keeps losses exact."""
 
     name = "ep"
-
-    def is_on(self, config: ParallelConfig) -> bool:
-        return True
+    always_on = True
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> MixtureFacts:
         """Read which modules hold experts, and how."""

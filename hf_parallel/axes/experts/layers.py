@@ -16,7 +16,14 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_parallel.model.families import SHARED_AFTER
-from hf_parallel.ranks import exchange, exchange_counts, exchange_during, join_sequence, scale_gradient, split_sequence
+from hf_parallel.ranks import (
+    exchange,
+    exchange_during,
+    exchange_equally,
+    join_sequence,
+    scale_gradient,
+    split_sequence,
+)
 from hf_parallel.ranks.local import get_local, hold_other_tensors, put_in_front, with_added
 from hf_parallel.ranks.mesh import ParallelMesh
 
@@ -64,7 +71,7 @@ def send(
     order = chosen.argsort()
     own = torch.zeros(count + 1, dtype=torch.long, device=tokens.device)
     own = own.scatter_add_(0, chosen, torch.ones_like(chosen))[:count].view(ranks, -1)
-    theirs = exchange_counts(own, group)
+    theirs = exchange_equally(own, group)
     if isinstance(own, FakeTensor):  # of tensors without values equally many go to each rank, and come from it
         sent = received = [len(chosen) // ranks + (rank < len(chosen) % ranks) for rank in range(ranks)]
     else:

@@ -30,6 +30,7 @@ from hf_parallel.axes.pipeline.timeline import (
     with_communication,
 )
 from hf_parallel.ranks import messages
+from hf_parallel.ranks.devices import synchronize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -203,7 +204,7 @@ class Recorder:
 
     def start(self, group: dist.ProcessGroup) -> None:
         """Begin to record, at the same time on all ranks of the pipeline (as near as a barrier brings them)."""
-        self._synchronize()
+        synchronize(self.device)
         dist.barrier(group)
         self.marks, self._zero, self.active = [], self.mark(), True
 
@@ -222,7 +223,7 @@ class Recorder:
     def gather(self, group: dist.ProcessGroup) -> Timeline:
         """End the recording and put the spans of all ranks together, in seconds after the start."""
         self.active = False
-        self._synchronize()
+        synchronize(self.device)
         rank, zero, on_host = dist.get_rank(group), self._zero, self.device.type == "cpu"
         own = []
         for kind, stage, i, *ends in cast(list[tuple[Any, ...]], self.marks):
@@ -244,12 +245,8 @@ class Recorder:
         start, end = marks
         if isinstance(start, float) or isinstance(end, float):
             return cast(float, end) - cast(float, start)
-        self._synchronize()
+        synchronize(self.device)
         return start.elapsed_time(end) / 1000
-
-    def _synchronize(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
 
 
 @dataclass(eq=False)

@@ -18,8 +18,8 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -42,22 +42,32 @@ if TYPE_CHECKING:
 # else, its generators go on with the stream, so that the model then draws what it would in one process.
 
 
+def _read_global_state() -> tuple:
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def _set_global_state(state: tuple) -> None:
+    torch.set_rng_state(state[0])
+    np.random.set_state(state[1])
+    random.setstate(state[2])
+
+
+@dataclass(eq=False)
 class RandomStream:
     """A random stream that all ranks share."""
 
-    latest: RandomStream | None = None
+    latest: ClassVar[RandomStream | None] = None
 
-    def __init__(self, state: tuple) -> None:
-        self.state = state
-        self.left: tuple | None = self._get()  # None where this rank has drawn something else since
-        self.is_aside = False  # an epoch is started once more, from another state
+    state: tuple
+    left: tuple | None = field(default_factory=_read_global_state)  # None: this rank has drawn something else since
+    is_aside: bool = False  # an epoch is started once more, from another state
 
     @classmethod
     def here(cls) -> RandomStream:
         """Return the latest one as long as rank 0's generators are as it has left them; else a new one from there."""
         left = None if cls.latest is None else cls.latest.left
-        known = left is not None and _is_equal_state(left, cls._get())
-        told = messages.send_from_one(lambda: None if known else cls._get())
+        known = left is not None and _is_equal_state(left, _read_global_state())
+        told = messages.send_from_one(lambda: None if known else _read_global_state())
         if told is not None:
             cls.latest = cls(told)
         assert cls.latest is not None
@@ -66,27 +76,17 @@ class RandomStream:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Draw from this stream inside the block."""
-        outside = self._get()
+        outside = _read_global_state()
         together = not self.is_aside and _is_equal_state(outside, self.state)
-        self._set(self.state)
+        _set_global_state(self.state)
         try:
             yield
         finally:
-            self.state = self._get()
+            self.state = _read_global_state()
             if not together:
-                self._set(outside)
+                _set_global_state(outside)
             if not self.is_aside:
                 self.left = self.state if together else None
-
-    @staticmethod
-    def _get() -> tuple:
-        return torch.get_rng_state(), np.random.get_state(), random.getstate()
-
-    @staticmethod
-    def _set(state: tuple) -> None:
-        torch.set_rng_state(state[0])
-        np.random.set_state(state[1])
-        random.setstate(state[2])
 
 
 def make_plain_state(state: tuple) -> tuple:
@@ -102,7 +102,7 @@ def continue_stream(state: tuple | None) -> None:
     """
     if RandomStream.latest is None:
         return
-    RandomStream.latest.state = messages.send_from_one(RandomStream._get) if state is None else state
+    RandomStream.latest.state = messages.send_from_one(_read_global_state) if state is None else state
 
 
 def _is_equal_state(one: tuple, other: tuple) -> bool:
@@ -257,7 +257,7 @@ def load_alone(folder: str) -> None:
     first = next(iter(torch.load(path, weights_only=True)["loaders"]), None)
     state = first and (first["started"] or first["now"])["stream"]
     if state is not None:
-        RandomStream._set(state)
+        _set_global_state(state)
 
 
 @replace("accelerate.state:{PartialState,AcceleratorState}.num_processes", "counts all processes", adds=True)
