@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -135,13 +136,14 @@ def _does_see_marker(directory: str, marker: str | None, machine: str) -> bool:
 
 def _read_file_system(directory: str) -> str:
     """Return the type of the file system, as the kernel names it; empty where the kernel does not tell."""
-    path = os.path.join(os.path.realpath(directory), "")
-    try:
-        with open("/proc/self/mounts", encoding="utf-8", errors="replace") as file:
-            mounts = [line.split()[1:3] for line in file]
-    except OSError:
-        return ""
-    return max(((len(place), kind) for place, kind in mounts if path.startswith(os.path.join(place, ""))))[1]
+    path, longest, found = os.path.join(os.path.realpath(directory), ""), 0, ""
+    with contextlib.suppress(OSError), open("/proc/self/mounts", encoding="utf-8", errors="replace") as file:
+        for line in file:  # of two that are mounted at one place the later one is in use
+            escaped, kind = line.split()[1:3]
+            place = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), escaped)  # such as \040, a space
+            if path.startswith(os.path.join(place, "")) and len(place) >= longest:
+                longest, found = len(place), kind
+    return found
 
 
 def compute_part_of(entry: Entry, number: int, config: ParallelConfig) -> Part:

@@ -115,6 +115,9 @@ PLAIN = {name: values[0] for name, values in CHOICES.items()}
 def fit(chosen: Choices) -> Choices:
     """Take back choices that no script can make together, in one process either."""
     plain: set[str] = set()
+    if chosen["model"] in ("vit", *EXPERTS):  # Trainer alone does not find weights of the Hub's names at the end
+        chosen |= {"load_best_model_at_end": False}
+        plain |= {"load_best_model_at_end", "callbacks"}
     if chosen["model"] in ("t5", "bart"):
         plain |= {"label_smoothing_factor"}  # whose labels a collator of Transformers shifts for them
     if chosen["eval_sets"] == 2:
@@ -167,6 +170,7 @@ def fit(chosen: Choices) -> Choices:
         chosen |= {"max_steps": 5, "save_strategy": "steps", "save_steps": 1, "save_total_limit": None}
         chosen |= {"save_only_model": False}
         plain |= {"twice", "callbacks", "load_best_model_at_end", "ignore_data_skip"}
+        plain |= {"train_sampling_strategy"}  # whose order after a stop is another one in one process, too
     if chosen["dtype"] == "bfloat16":
         chosen |= {"optim": "sgd"}
     return {**chosen, **{name: PLAIN[name] for name in plain}}

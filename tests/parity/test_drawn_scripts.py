@@ -1,48 +1,71 @@
 """Scripts and layouts drawn at random, as `python -m tests.drawn` draws more of them; and what it has found.
 
-Each of `FOUND` differed from one process, or failed, in silence or with torch's own error, before it was mended.
+Each of `FOUND` differed from one process, or failed, in silence or with another library's own error, before it was
+mended.
 """
 
 import pytest
 
-from tests.drawn import Bench, draw_layout, draw_script, read_choices, show_choices
+from tests.drawn import loops, trainers
+from tests.drawn.bench import Bench, draw_layout
 from tests.training import none
 
+KINDS = {"trainers": trainers.KIND, "loops": loops.KIND}
 FOUND = {
-    "the losses of the last steps, which are not logged": ("dp_shard=2", "max_steps=5 ; logging_steps=2"),
-    "operations of adapters": ("tp=2", "lora=(('r', 3), ('target_modules', 'all-linear'))"),
+    "losses of the last steps, which are not logged": ("trainers", "dp_shard=2", "max_steps=5 ; logging_steps=2"),
+    "operations of adapters": ("trainers", "tp=2", "lora=(('r', 3), ('target_modules', 'all-linear'))"),
     "operations and tokens of repeated rows": (
-        "dp_shard=4",
+        *("trainers", "dp_shard=4"),
         "model='gpt_oss' ; include_num_input_tokens_seen='all'",
     ),
-    "numbers gathered as objects": ("dp_shard=2", "eval_use_gather_object=True ; prediction_loss_only=True"),
-    "predictions gathered as objects": (
-        "dp_replicate=2",
-        "eval_use_gather_object=True ; metrics='share' ; batch_eval_metrics=True ; config=(('output_hidden_states', True),)",
+    "numbers gathered as objects": (
+        "trainers",
+        "dp_shard=2",
+        "eval_use_gather_object=True ; prediction_loss_only=True",
     ),
-    "gradients of two dtypes in a unit": ("dp_replicate=2,pp=2", "loss='override' ; dtype='bfloat16'"),
+    "predictions gathered as objects": (
+        *("trainers", "dp_replicate=2"),
+        "eval_use_gather_object=True ; metrics='share' ; batch_eval_metrics=True ; "
+        "config=(('output_hidden_states', True),)",
+    ),
+    "gradients of two dtypes in a unit": ("trainers", "dp_replicate=2,pp=2", "loss='override' ; dtype='bfloat16'"),
+    "evaluation of a last batch in a loop": ("loops", "dp_shard=2", "eval_rows=13"),
+    "shares of a map-style data set that rank 0 reads": (
+        *("loops", "dp_replicate=2,batch_shares=3:1"),
+        "dispatch_batches=True",
+    ),
 }
 
 
 @pytest.fixture(scope="module")
-def bench():
-    bench = Bench()
-    yield bench
-    bench.close()
+def benches():
+    benches = {name: Bench(kind) for name, kind in KINDS.items()}
+    yield benches
+    for bench in benches.values():
+        bench.close()
 
 
 @pytest.mark.parametrize("case", FOUND)
-def test_found_scripts(bench, case):
-    spec, choices = FOUND[case]
-    kind, words = bench.try_script(read_choices(choices), spec)
+def test_found_scripts(benches, case):
+    name, spec, choices = FOUND[case]
+    ended, words = benches[name].try_script(KINDS[name].read(choices), spec)
     none(words)
-    assert kind == "equal"
+    assert ended == "equal"
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_drawn_scripts(bench, seed):
+def test_a_loss_that_reads_the_target_at_the_first_token(benches):
+    """A joined row has no target there: it is tried also where the two examples of the trial happen to have none."""
+    choices = KINDS["trainers"].read("uneven_lengths=True ; loss='sum_of_parts'")
+    ended, words = benches["trainers"].try_script(choices, "dp_shard=2,padding_free=true")
+    assert ended == "refused"
+    assert "padding_free=false works" in words[0]
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("name", KINDS)
+def test_drawn_scripts(benches, name, seed):
     """Each is equal to one process or refused in words."""
-    chosen = draw_script(seed)
+    chosen = KINDS[name].draw(seed)
     spec = draw_layout(seed, chosen)
-    kind, words = bench.try_script(chosen, spec)
-    assert kind in ("equal", "refused", "no script"), "\n".join([f"{spec}: {show_choices(chosen)}", *words[:20]])
+    ended, words = benches[name].try_script(chosen, spec)
+    assert ended in ("equal", "refused", "no script"), "\n".join([f"{spec}: {KINDS[name].show(chosen)}", *words[:20]])

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from hf_parallel.axes.experts.layers import SharedOut
 from hf_parallel.model.anatomy import get_backbone_of
@@ -316,5 +317,6 @@ class _Along(torch.autograd.Function):
         return hidden.view_as(hidden)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Context, gradient: torch.Tensor) -> tuple:
         return gradient, ctx.factors, None

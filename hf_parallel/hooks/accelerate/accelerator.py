@@ -228,7 +228,8 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
 
     Causal models are given the number of targets of all ranks, as Trainer gives it; the means of other heads are
     weighted (`means`). In loops we do so only for losses with gradients, also in `model.eval()`, the mode in which
-    `from_pretrained` leaves a model. In Trainer we always do, unless the script weights by the count itself.
+    `from_pretrained` leaves a model; without gradients a rank may call it alone, and gets the loss of its own real
+    rows. In Trainer we always do, unless the script weights by the count itself.
     """
     state = runtime.find_parallel_state(model)
     for part in state.parts if state is not None else ():
@@ -243,7 +244,9 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
         passed_on = given.get("num_items_in_batch") is not None
         # A walk over all parameters in `model.eval()`, so that it is made once for a call.
         trains = torch.is_grad_enabled() and (module.training or any(p.requires_grad for p in module.parameters()))
-        last = loop_losses.find_last_batch(given) if trains else None
+        last = loop_losses.find_last_batch(given)
+        if last is not None and not trains and not last.real:
+            last = None  # an evaluation drops what this rank finds
         if pairs.begin(given):
             forward = means.enter(None, passed_on, given)
             forward.whole = forward.counted = True

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 from transformers.utils import ModelOutput
 
@@ -122,6 +123,7 @@ class OfAllRanks(torch.autograd.Function):
         return torch.cat([part[:count] for part, count in zip(parts, examples.counts, strict=True)])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         total, own = all_reduce(gradient.contiguous(), ctx.examples.group), ctx.examples.own
         gradient = gradient.new_zeros(ctx.shape)

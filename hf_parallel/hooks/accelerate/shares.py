@@ -110,7 +110,11 @@ def part_of_stream(loader: DataLoaderDispatcher, examples: int) -> slice | None:
 
 
 def _count_stream_size(loader: DataLoaderDispatcher) -> int:
-    return loader.batch_size * (1 if loader.split_batches else runtime.mesh().data_size)
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    if size is None:
+        what = f"batch_shares={runtime.mesh().config.batch_shares}"
+        refuse(what, f"{type(loader.batch_sampler).__name__} does not say its batch_size", "batch_shares=even")
+    return size * (1 if loader.split_batches else runtime.mesh().data_size)
 
 
 # ---- What follows for a loader --------------------------------------------------------------------------------------
@@ -132,8 +136,11 @@ def check_loader(prepared: DataLoader, of_loop: bool) -> None:
         why = "a loop without a Trainer says nothing of its steps" if of_loop else "streams are not cut anew"
         refuse(what, why, "batch_shares=" + ":".join(["2"] * (config.data_parallel_size - 1) + ["1"]))
     if isinstance(prepared, DataLoaderDispatcher):
-        check_batch_size(_count_stream_size(prepared), "batch_size", prepared.batch_size)
-        return check_micro_batches(_count_stream_size(prepared)) if of_loop else None
+        examples = _count_stream_size(prepared)
+        check_batch_size(
+            examples, "batch_size", examples // (1 if prepared.split_batches else config.data_parallel_size)
+        )
+        return check_micro_batches(examples) if of_loop else None
     sampler = _find_sampler_of(prepared)
     if sampler is None:
         refuse(what, "a stream that each process reads by itself is shared out evenly", "dispatch_batches=True")
