@@ -27,19 +27,23 @@ SPEC_KEYS: tuple[tuple[str, str, tuple], ...] = (
     ("dp_shard", "zero_stage", (0, 1, 2)),
     ("dp_shard", "gradient_reduction", ("micro_step", "step")),
     ("dp_shard", "offload", ("cpu", "optimizer")),
+    ("dp_shard", "hierarchical_shard", (2,)),
+    ("dp_shard", "pack_tokens", (48,)),
     ("dp_", "batch_shares", ("auto", "3:1")),
     ("pp", "pipeline_schedule", ("gpipe", "interleaved_1f1b", "looped_bfs", "zbv_zero_bubble", "chimera")),
     ("pp", "pipeline_microbatches", (2, 4)),
     ("pp", "pipeline_split", ("[1,3]", "3:1")),
     ("tp", "sequence_parallel", ("true", "false")),
     ("tp", "tp_overlap", ("true",)),
-    ("cp", "context_parallel", ("ring", "ulysses", "allgather")),
+    ("tp", "tp_mesh", ("2x2", "1x4")),
+    ("cp", "context_parallel", ("ring", "ulysses", "allgather", "hybrid:2")),
     ("", "lean_loss", ("true", "false")),
     ("", "activation_checkpointing", ("selective", "full", "every:2")),
     ("", "activation_offload", ("true",)),
     ("", "tiled_mlp", ("true",)),
     ("", "monitor", ("full", "off", "trace:2", "noise")),
     ("", "async_save", ("true",)),
+    ("", "attention", ("sdpa", "eager")),
     ("", "padding_free", ("true",)),
     ("", "nan_action", ("stop", "skip")),
 )
@@ -90,17 +94,17 @@ class Kind:
 
 
 def draw_layout(seed: int, chosen: Choices, worlds: tuple[int, ...] = (2, 2, 2, 4)) -> str:
-    """Draw a spec: one or two axes, and about one further key of those that go with them."""
+    """Draw a spec: one to three axes, and about one further key of those that go with them."""
     dice = random.Random(f"layout {seed}")
     world = dice.choice(worlds)
-    names = ["dp_shard", "dp_replicate", "tp", "pp", "cp"]
-    chosen_axes = [dice.choice(names)] if world == 2 else dice.sample(names, 2)
-    spec = dict.fromkeys(chosen_axes, "2")
+    sizes = dice.choice({2: [(2,)], 4: [(2, 2), (2, 2), (4,)], 8: [(2, 2, 2), (2, 2, 2), (4, 2)]}[world])
+    names = dice.sample(["dp_shard", "dp_replicate", "tp", "pp", "cp"], len(sizes))
+    spec = {name: str(size) for name, size in zip(names, sizes, strict=True)}
     if chosen["model"] in EXPERTS and "dp_shard" in spec and dice.random() < 0.7:
         spec["ep"] = "2"
     fitting_keys = [entry for entry in SPEC_KEYS if any(axis.startswith(entry[0]) for axis in spec)]
     for _, name, values in fitting_keys:
-        if dice.random() < 1.2 / len(fitting_keys):
+        if dice.random() < 1.5 / len(fitting_keys):
             spec[name] = str(dice.choice(values))
     return ",".join(f"{key}={value}" for key, value in spec.items())
 

@@ -48,7 +48,7 @@ CHOICES: dict[str, tuple] = {
     "resumes": (False, True),
     "saves": ("unwrapped", "state_dict", "model_itself", "accelerator"),
     "generates": (False, True),
-    "reads": ("nothing", "norm_of_weights", "gradient_norm", "parameters", "hidden_states"),
+    "reads": ("nothing", "norm_of_weights", "parameters", "hidden_states"),
 }
 PLAIN = {name: values[0] for name, values in CHOICES.items()}
 
@@ -60,6 +60,8 @@ def fit(chosen: Choices) -> Choices:
         plain |= {"uneven_lengths", "loss", "lora", "data", "generates", "config", "frozen", "reads"}
     if chosen["model"] not in ADAPTED:
         plain |= {"lora"}
+        if chosen["optimizer"] == "adafactor":  # biases of keys have no gradient but rounding, which it makes a step
+            plain |= {"optimizer"}
     if chosen["model"] in KINDS_OF_LAYERS and "num_hidden_layers" in dict(chosen["config"]):
         plain |= {"config"}
     if chosen["data"] == "stream":
@@ -72,7 +74,7 @@ def fit(chosen: Choices) -> Choices:
         plain |= {"schedule", "accumulates"}
     if chosen["resumes"]:
         plain |= {"state", "average", "shuffle", "accumulates"}
-        chosen |= {"epochs": 2}
+        chosen |= {"epochs": 2, "rows": 31}
         if chosen["schedule"] != "no":
             chosen |= {"schedule": "prepared_linear"}  # the others are in no checkpoint
     if chosen["loss"] in ("mean", "no_labels", "sum_over_tokens"):
@@ -248,9 +250,6 @@ def look(chosen: Choices, model: Any, batch: dict) -> dict[str, float]:
     match chosen["reads"]:
         case "norm_of_weights":
             return {"norm_of_weights": float(model.get_input_embeddings().weight.detach().norm())}
-        case "gradient_norm":
-            weight = model.get_output_embeddings().weight
-            return {} if weight.grad is None else {"gradient_norm": float(weight.grad.norm())}
         case "parameters":
             return {"parameters": model.num_parameters(), "rows": model.get_input_embeddings().weight.shape[0]}
         case "hidden_states":

@@ -403,7 +403,7 @@ def script(chosen: Choices, folder: str, out: str, spec: str | None, part: str =
 OF_RESUMED = {"evaluate", "predict", "predictions", "generated", "new trainer"}
 #: What 16 bits may turn: which token is the likeliest, which of two evaluations is better.
 ROUNDED = re.compile(r"share$|checksum$|^best")
-#: Padding is counted, and data ranks pad for themselves.
+#: Padding is counted, and data ranks pad for themselves; what is predicted at padding depends on who padded.
 COUNTS = ("total_flos", "flos", "tokens", "num_input_tokens_seen")
 
 
@@ -412,7 +412,7 @@ def leaves_out(chosen: Choices, name: str, key: str) -> bool:
     low = chosen["dtype"] == "bfloat16"
     if chosen["resumes"] and name not in OF_RESUMED or low and (name == "generated" or ROUNDED.search(key)):
         return True
-    return chosen["uneven_lengths"] and key in COUNTS
+    return chosen["uneven_lengths"] and (key in COUNTS or key.endswith("checksum"))
 
 
 def tolerances(chosen: Choices) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
@@ -12,12 +13,12 @@ from packaging.version import Version
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from hf_parallel.ask.replaced import Replaced
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 #: Attribute of a root: the parameters that every data rank keeps whole, which are in no group.
@@ -155,6 +156,52 @@ def renew_group(group: FSDPParamGroup) -> None:
         group._init_mp_dtypes()
         if hasattr(group, "_init_reduce_scatter_param_order"):  # torch 2.15 reduces no parameter that it lacks
             group._init_reduce_scatter_param_order()
+
+
+def separate_dtypes(root: nn.Module) -> bool:
+    """Give modules whose trained weights are not of the dtype of most in their unit units of their own.
+
+    torch reduces all gradients of a group in one dtype. Such modules are norms in 16 bits that a script trains beside
+    adapters in fp32, or copies of a head among these (`modules_to_save`). The stored parameters stay the same objects.
+    Returns whether there was any.
+    """
+    found = False
+    for unit in list(iterate_sharded_modules(root)):
+        for group in list(get_groups_of(unit)):
+            dtypes: dict[nn.Module, torch.dtype] = {}
+            for held in group.fsdp_params:
+                if held.sharded_param.requires_grad:
+                    dtypes.setdefault(held._module_info.module, held.sharded_param.dtype)
+            counts = Counter(sorted(dtypes.values(), key=lambda dtype: -dtype.itemsize))  # of a tie the widest
+            if len(counts) < 2:
+                continue
+            prevailing, found = counts.most_common(1)[0][0], True
+            for module in [module for module, dtype in dtypes.items() if dtype != prevailing and module is not unit]:
+                _move_to_own_unit(module, unit, group)
+            renew_group(group)
+    return found
+
+
+def _move_to_own_unit(module: nn.Module, unit: FSDPModule, group: FSDPParamGroup) -> None:
+    """Make `module` a unit that gathers and reduces what it holds of `group`."""
+    policy = get_state_of(unit)._mp_policy
+    made = fully_shard(
+        module,
+        mesh=group.mesh_info.mesh,
+        mp_policy=policy,
+        offload_policy=group.offload_policy,
+        ignored_params=set(module.parameters()),
+    )
+    state: Any = get_state_of(made)
+    state._auto_reshard_after_forward = False
+    infos = group.mesh_info, group.post_forward_mesh_info
+    own = FSDPParamGroup([], (module,), *infos, group.device, None, policy, group.offload_policy)
+    own.fsdp_params = [held for held in group.fsdp_params if held._module_info.module is module]
+    group.fsdp_params[:] = [held for held in group.fsdp_params if held._module_info.module is not module]
+    if hasattr(state, "_fsdp_param_groups"):
+        state._fsdp_param_groups[:] = [own]
+    else:
+        state._fsdp_param_group = own
 
 
 def forget_gathered_memory(root: nn.Module) -> None:

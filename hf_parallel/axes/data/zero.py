@@ -41,6 +41,7 @@ from hf_parallel.axes.data.units import (
     get_state_of,
     iterate_parameter_groups,
     iterate_sharded_modules,
+    separate_dtypes,
     shard_dim,
 )
 from hf_parallel.model.anatomy import find_input_embedding, get_backbone_of
@@ -250,6 +251,16 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
         if not keeps:
             _keep_what_runs_again(model)
     _leave_inference_mode(root)
+    root.register_forward_pre_hook(_separate_dtypes_at_first, prepend=True)
+
+
+def _separate_dtypes_at_first(root: nn.Module, args: tuple) -> None:
+    """Look at what trains before units first run: adapters may have come, and a script may have unfrozen weights."""
+    state = get_state_of(root) if isinstance(root, FSDPModule) else None
+    if state is not None and state._is_root is None and separate_dtypes(root):
+        for module in iterate_sharded_modules(root):
+            _name_as_before(type(module))
+        let_units_work_in_place(root)
 
 
 def _prepare_classes_of_other_bases(root: nn.Module) -> None:
