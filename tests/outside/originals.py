@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from tests.outside.cases import TRAINER, Case
+from tests.outside.colpali import COLPALI
 from tests.outside.llama_factory import FACTORY
 from tests.outside.peft_examples import PEFT
 
@@ -657,5 +658,6 @@ ORIGINALS = {
     **SENTENCES,
     **PEFT,
     **FACTORY,
+    **COLPALI,
     **OTHERS,
 }
