@@ -151,7 +151,8 @@ class OneBatch:
                         (
                             "accelerator.prepare(loader) works, and so does sharding by data rank, "
                             f"num_replicas={self.mesh.data_size} and rank={self.mesh.data_rank} here "
-                            "(accelerator.num_processes and process_index), in the place of dist.get_rank()"
+                            "(accelerator.num_processes and process_index), in the place of dist.get_rank(); where a "
+                            "collator goes through a set, PYTHONHASHSEED=0 for all processes"
                         ),
                     )
 
