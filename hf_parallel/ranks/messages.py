@@ -156,6 +156,11 @@ class OneBatch:
                         ),
                     )
 
+    def is_equal_on_data_ranks(self, batch: object) -> bool:
+        """Return whether all data ranks have read the same tensors. Collective over the data ranks."""
+        own = self._compute_checksums(batch) if isinstance(batch, Mapping) else {}
+        return all(found == own for found in gather_objects(own, self.mesh.data_group)) and bool(own)
+
     def _compute_checksums(self, batch: Mapping[str, object]) -> dict[str, Checksum]:
         """Return a checksum by name of data; a tensor of the last batch is not copied from the device again."""
         former, self.known = self.known, {}
