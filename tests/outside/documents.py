@@ -1,5 +1,7 @@
 """Pages with a question each, and models that read both, for scripts that train retrieval of documents."""
 
+import contextlib
+import math
 import random
 from pathlib import Path
 
@@ -25,6 +27,8 @@ def write_all(root: str) -> None:
     """Write the pages and every model below a folder that materials has written to."""
     write_pages(Path(root))
     write_qwen2_vl(root)
+    write_spans(Path(root))
+    write_series(Path(root))
 
 
 def write_pages(root: Path) -> None:
@@ -43,6 +47,52 @@ def write_pages(root: Path) -> None:
         columns = {"query": Value("string"), "image": Image(), "text": Value("string"), "number": Value("int64")}
         splits[split] = Dataset.from_list(rows, features=Features({**columns, "others": List(Value("int64"))}))
     DatasetDict(splits).save_to_disk(root / "pages")
+
+
+def write_spans(root: Path) -> None:
+    """Write words with spans that have a kind, and two kinds that none of them has."""
+    words = " ".join(materials.topics[name] for name in ("assert", "while", "if", "with")).split()
+    draw, rows = random.Random(8), []
+    for _ in range(33):
+        tokens = materials.some(words, draw, 3, 6).split()
+        starts = sorted(draw.sample(range(len(tokens)), 2))
+        spans = [
+            [start, min(start + draw.randint(0, 2), len(tokens) - 1), kind]
+            for start, kind in zip(starts, "ab", strict=True)
+        ]
+        labels = sorted({kind for *_, kind in spans} | set(draw.sample("cdef", 2)))
+        rows.append({"tokenized_text": tokens, "ner": spans, "ner_labels": labels})
+    materials.write(root / "spans.jsonl", rows)
+
+
+def write_series(root: Path) -> None:
+    """Write waves of unlike lengths, and a Chronos-2 where its package is there."""
+    draw = random.Random(9)
+    for name in ("train", "other"):
+        rows = []
+        for _ in range(33):
+            pace, height, length = draw.uniform(0.2, 0.9), draw.uniform(1, 9), draw.randint(41, 61)
+            wave = [height * math.sin(pace * place) + draw.gauss(0, 0.3) for place in range(length)]
+            rows.append({"start": "2020-01-01 00:00:00", "target": wave})
+        materials.write(root / "series" / f"{name}.jsonl", rows)
+    with contextlib.suppress(ImportError):
+        from chronos.chronos2 import Chronos2CoreConfig, Chronos2Model
+
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4, "dropout_rate": 0.0}
+        config = Chronos2CoreConfig(**sizes, initializer_factor=0.5)
+        config.chronos_config = {
+            "context_length": 24,
+            "output_patch_size": 4,
+            "input_patch_size": 4,
+            "input_patch_stride": 4,
+            "quantiles": [0.1, 0.5, 0.9],
+            "use_reg_token": True,
+            "use_arcsinh": True,
+            "max_output_patches": 2,
+        }
+        config.chronos_pipeline_class = "Chronos2Pipeline"
+        config.architectures = ["Chronos2Model"]
+        media.saved(media.seeded(Chronos2Model, config), f"{root}/chronos-2")
 
 
 def marked_tokenizer() -> transformers.PreTrainedTokenizerFast:
