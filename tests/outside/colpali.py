@@ -32,6 +32,22 @@ EDITS = (
 CHECKPOINTED = tuple(edit for edit in EDITS if "gradient_checkpointing" not in edit[0])
 RAGGED = (*EDITS, ("dataloader_drop_last=True, ", ""))
 ACCUMULATED = (*EDITS, ("max_steps=5", "max_steps=3, gradient_accumulation_steps=2"))
+#: Two data sets, whose batches are of one of them each, and two other pages for each question.
+PAGES = EDITS[3][1]
+LISTED = (*EDITS[:3], (EDITS[3][0], f"[{PAGES}, {PAGES}]"), *EDITS[4:], ("dataloader_drop_last=True, ", ""))
+NEGATIVES = (
+    *EDITS[:3],
+    (
+        "load_train_set()",
+        'ColPaliEngineDataset(load_dataset("ROOT/pages", split="train"), Corpus(list(load_dataset("ROOT/pages", '
+        'split="train")), doc_column_name="image"), pos_target_column_name="number", neg_target_column_name="others")',
+    ),
+    ("dataset import ColPaliEngineDataset", "dataset import ColPaliEngineDataset, Corpus"),
+    ("import ColbertLoss, Colbert", "import ColbertNegativeCELoss as ColbertLoss, Colbert"),
+    ("run_eval=True,", "run_eval=False,"),
+    ('eval_strategy="steps",', ""),
+    *EDITS[4:],
+)
 FULL = "--output-dir OUT --lr 3e-3 --tau 0.5"
 COLPALI = {
     "colpali ColQwen2": Case(SCRIPT, FULL, edits=EDITS),
@@ -39,5 +55,7 @@ COLPALI = {
     "colpali ColQwen2, ragged": Case(SCRIPT, FULL, edits=RAGGED),
     "colpali ColQwen2, LoRA": Case(SCRIPT, f"{FULL} --peft", edits=EDITS),
     "colpali ColQwen2, pairwise": Case(SCRIPT, f"{FULL} --loss pairwise", edits=EDITS),
+    "colpali ColQwen2, two data sets": Case(SCRIPT, FULL, edits=LISTED),
+    "colpali ColQwen2, negatives": Case(SCRIPT, FULL, edits=NEGATIVES),
     "colpali ColQwen2, accumulated": Case(SCRIPT, FULL, edits=ACCUMULATED),
 }
