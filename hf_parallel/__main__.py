@@ -99,11 +99,13 @@ def prepare(command: Command) -> None:
             del sys.modules[name]  # a script that imports it on its own account gets it as if started without us
         _watch_for_checkpoints()
         return
+    launched.settle_launcher()
+    if _read_environment_number("WORLD_SIZE", 1) > 1:
+        runner.order_sets_alike()
     from hf_parallel.hooks import activation
     from hf_parallel.hooks.trainer import flag
 
     flag.install_on_import()
-    launched.settle_launcher()
     if _read_rank() != 0:
         runner.silence_other_ranks()
     if chosen is not None:

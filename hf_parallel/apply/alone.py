@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from hf_parallel.ask.session import of_process
-from hf_parallel.checkpoint.slices import count_changes_from_now, is_changed_alike, refuse_changes_of_rank_0
+from hf_parallel.checkpoint.slices import count_changes_from_first_call, is_changed_alike, refuse_changes_of_rank_0
 from hf_parallel.model.calls import has_cache
 from hf_parallel.ranks.desync import Answering, ask_other_ranks, is_rank_0_alone
 from hf_parallel.ranks.local import get_autocast_dtype
@@ -51,11 +51,7 @@ def share_calls_of_rank_0(model: nn.Module, device: torch.device) -> int | None:
     if number is None:
         return None
 
-    def at_first_call(model: nn.Module, args: tuple) -> None:
-        first.remove()
-        count_changes_from_now(model)
-
-    first = model.register_forward_pre_hook(at_first_call)
+    count_changes_from_first_call(model)
     last = model.register_forward_hook(_end_forward_pass, always_call=True)
     share = functools.partial(_share_forward_pass, number, device, last.id)
     model.register_forward_pre_hook(share, prepend=True, with_kwargs=True)

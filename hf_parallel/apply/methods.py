@@ -316,6 +316,8 @@ def replace_methods_around(model: nn.Module, parts: Mapping[str, PreTrainedModel
         if callable(method):
             bind(model, name, functools.partial(_save, parts, mesh, method))
     bind(model, "load_state_dict", _load_state_dict)
+    slices.let_ask(model, functools.partial(full_state_dict, mesh=mesh))
+    slices.count_changes_from_first_call(model)
 
 
 def _save(
@@ -328,8 +330,11 @@ def _save(
 ) -> None:
     if "_holds_whole" in model.__dict__:  # one way to save calls the other
         return method(*args, **kwargs)
-    assert_all_ranks("save_pretrained")
-    tensors = full_state_dict(model, mesh)
+    gather = functools.partial(full_state_dict, mesh=mesh)
+    if slices.is_alone("save_pretrained", model):
+        with show_whole_module(model, parts, slices.gather_asked(model, gather)):
+            return method(*args, **kwargs)
+    tensors = gather(model)
     with join_current_save(mesh) as saving:
         if mesh.rank == 0:
             with saving.noting(), show_whole_module(model, parts, tensors):

@@ -190,9 +190,14 @@ def gather_asked(model: M, gather: Callable[[M], dict[str, torch.Tensor]]) -> di
 _first_counts: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
-def count_changes_from_now(model: nn.Module) -> None:
-    """Remember how often each parameter has been written to."""
-    _first_counts[model] = {name: p._version for name, p in model.named_parameters() if not p.is_inference()}
+def count_changes_from_first_call(model: nn.Module) -> None:
+    """Remember how often each parameter has been written to before the first call of the model."""
+
+    def count_changes_from_now(model: nn.Module, args: tuple) -> None:
+        first.remove()
+        _first_counts[model] = {name: p._version for name, p in model.named_parameters() if not p.is_inference()}
+
+    first = model.register_forward_pre_hook(count_changes_from_now)
 
 
 def is_changed_alike(model: nn.Module) -> bool:

@@ -35,6 +35,20 @@ _QUIET = {
 }
 
 
+def order_sets_alike() -> None:
+    """Start this process anew with PYTHONHASHSEED=0, unless it is set: sets then have one order on all ranks.
+
+    Python hashes words in another way in each process, so that `list(set(labels))` would number the labels of a data
+    set in another order on each rank. A process whose command is not the runner's own stays as it is.
+    """
+    arguments = sys.orig_argv[1:]
+    module = arguments.index("-m") + 1 if "-m" in arguments else len(arguments)
+    is_runner = arguments[module : module + 1] == ["hf_parallel"]
+    if "PYTHONHASHSEED" not in os.environ and is_runner and os.name == "posix":
+        sys.stdout.flush()
+        os.execve(sys.executable, [sys.executable, *arguments], {**os.environ, "PYTHONHASHSEED": "0"})
+
+
 def silence_other_ranks() -> None:
     """Leave warnings and progress bars of libraries to rank 0; errors stay. Before torch is imported."""
     for name, value in _QUIET.items():

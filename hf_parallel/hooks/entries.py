@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -70,26 +70,69 @@ def refuse_replicas(original: Callable, self: nn.Module, *args: object, **kwargs
 
 
 @patch(
-    "torch.distributed.{distributed_c10d,nn.functional}:all_gather",
+    "torch.distributed.distributed_c10d:{all_gather,all_gather_into_tensor}",
     "each example would count once per rank of its model",
     copies=True,
 )
-def gather_by_process(original: Callable, *args: object, **kwargs: object) -> object:
-    """Gather as torch does, but refuse to do so with gradients where several processes have the same examples.
-
-    Contrastive losses (SimCSE, DPR, Tevatron, FlagEmbedding) take `dist.get_world_size()` batches for different ones:
-    with every negative there twice, the loss is larger by log(2).
-    """
+def gather_by_process(original: Callable, *args: object, **kwargs: object) -> Any:
+    """Gather as torch does, but refuse to do so with gradients where an example would be there twice."""
     if torch.is_grad_enabled():
-        given, mesh, processes = bind_by_name(original, args, kwargs), runtime.mesh(), dist.get_world_size()
-        follows = given.get("group") in (None, dist.group.WORLD) and given["tensor"].requires_grad
-        if follows and mesh.data_size != processes:
-            sizes = {f"{axis}_size": mesh.config.sizes[axis] for axis in ("tp", "pp", "cp")}
-            keys = ", ".join(f"{key}={size}" for key, size in sizes.items() if size > 1)
-            why = f"a loss gathers {processes} batches, of which only {mesh.data_size} differ: examples count twice"
-            works = f"dp_shard_size={processes}, or a loss that does not gather,"
-            refuse(f"{keys} with torch.distributed.all_gather", why, works)
+        given = bind_by_name(original, args, kwargs)
+        part = given["tensor"] if "tensor" in given else given.get("input_tensor", given.get("self"))
+        if part.requires_grad and given.get("group") in (None, dist.group.WORLD):
+            check_gathered_examples()
     return original(*args, **kwargs)
+
+
+@patch("torch.distributed.nn.functional:all_gather", "reads gradients that are not contiguous wrongly", copies=True)
+def gather_parts_with_gradients(original: Callable, *args: object, **kwargs: object) -> tuple[torch.Tensor, ...]:
+    """Gather as `gather_by_process` does, and hand back gradients as torch's own backward pass can receive them.
+
+    It receives into tensors with the strides of the gradients, and gloo writes them in order of memory: what einsum
+    leaves transposed would be mixed up.
+    """
+    parts = gather_by_process(original, *args, **kwargs)
+    for part in parts:
+        if part.requires_grad:
+            part.register_hook(torch.Tensor.contiguous)
+    return parts
+
+
+@patch(
+    "torch.distributed._functional_collectives:all_gather_tensor_autograd",
+    "each example would count once per rank of its model",
+    copies=True,
+)
+def gather_with_gradients(original: Callable, *args: object, **kwargs: object) -> object:
+    """Gather as `gather_by_process` does."""
+    return gather_by_process(original, *args, **kwargs)
+
+
+def check_gathered_examples() -> None:
+    """Refuse the gather of a loss that compares examples, where some are there twice.
+
+    Contrastive losses (SimCSE, DPR, Tevatron, FlagEmbedding, ColPali) take `dist.get_world_size()` batches for
+    different ones: with every negative there twice, the loss is larger by log(2). Those of a ragged last batch take
+    them for batches of one size, too: repeated examples would fill it, or be missing.
+    """
+    from accelerate.state import GradientState
+
+    from hf_parallel.hooks.accelerate.shares import does_drop_last
+
+    mesh, processes, state = runtime.mesh(), dist.get_world_size(), GradientState()
+    if mesh.data_size != processes:
+        sizes = {f"{axis}_size": mesh.config.sizes[axis] for axis in ("tp", "pp", "cp")}
+        keys = ", ".join(f"{key}={size}" for key, size in sizes.items() if size > 1)
+        why = f"a loss gathers {processes} batches, of which only {mesh.data_size} differ: examples count twice"
+        works = f"dp_shard_size={processes}, or a loss that does not gather,"
+        refuse(f"{keys} with torch.distributed.all_gather", why, works)
+    if processes > 1 and state.remainder > 0 and not does_drop_last(state.active_dataloader):
+        what = f"dataloader_drop_last=False with torch.distributed.all_gather over {processes} data ranks"
+        why = (
+            f"a loss compares the examples that it gathers, and only {state.remainder} of the last batch's "
+            f"{state.active_dataloader.total_batch_size} are real"
+        )
+        refuse(what, why, "dataloader_drop_last=True, or drop_last=True of a loader of the script's own,")
 
 
 def begin(model: nn.Module, call: str) -> None:

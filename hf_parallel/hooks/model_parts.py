@@ -6,10 +6,11 @@ nowhere, and each rank draws the random numbers of its part alone. Each function
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -194,6 +195,30 @@ def _iterate_inside(obj: object, depth: int = 6) -> Iterator[object]:
     values = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, list | tuple) and len(obj) < 100 else ()
     for value in values if depth else ():
         yield from _iterate_inside(value, depth - 1)
+
+
+# ---- a plain model that takes the weights of a parallel one -------------------------------------------------------
+
+
+@patch("torch.nn.modules.module:Module.load_state_dict", "cannot copy parts into whole weights")
+def load_whole_weights(
+    original: Callable, self: nn.Module, state_dict: Mapping[str, Any], *args: object, **kwargs: object
+) -> object:
+    """Load what a parallel model's `state_dict` gives into a model that is made in code, whole as in one process.
+
+    Collective over the ranks that hold parts.
+    """
+    parts = {name: value for name, value in state_dict.items() if isinstance(value, DTensor)}
+    of_stage = getattr(state_dict, "is_part_of_model", False)
+    is_parallel = any("_hf_parallel" in vars(module) for module in self.modules())
+    if not (parts or of_stage) or is_parallel or any(isinstance(p, DTensor) for p in self.parameters()):
+        return original(self, state_dict, *args, **kwargs)
+    if of_stage:
+        what = f"{type(self).__name__}.load_state_dict of a model under pp_size={runtime.mesh().size('pp')}"
+        refuse(what, "its state has the weights of one stage", do="copy.deepcopy(model) or pp_size=1 works")
+    whole = copy.copy(state_dict)  # with what torch notes on it
+    whole.update((name, full_tensor(value)) for name, value in parts.items())
+    return original(self, whole, *args, **kwargs)
 
 
 # ---- Layers that are recomputed, in transformers before 5.23: around the layer's hooks, which ran again with it

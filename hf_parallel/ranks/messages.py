@@ -152,9 +152,15 @@ class OneBatch:
                         (
                             "accelerator.prepare(loader) works, and so does sharding by data rank, "
                             f"num_replicas={self.mesh.data_size} and rank={self.mesh.data_rank} here "
-                            "(accelerator.num_processes and process_index), in the place of dist.get_rank()"
+                            "(accelerator.num_processes and process_index), in the place of dist.get_rank(); where a "
+                            "collator goes through a set, PYTHONHASHSEED=0 for all processes"
                         ),
                     )
+
+    def is_equal_on_data_ranks(self, batch: object) -> bool:
+        """Return whether all data ranks have read the same tensors. Collective over the data ranks."""
+        own = self._compute_checksums(batch) if isinstance(batch, Mapping) else {}
+        return all(found == own for found in gather_objects(own, self.mesh.data_group)) and bool(own)
 
     def _compute_checksums(self, batch: Mapping[str, object]) -> dict[str, Checksum]:
         """Return a checksum by name of data; a tensor of the last batch is not copied from the device again."""

@@ -3,6 +3,9 @@
 from pathlib import Path
 
 from tests.outside.cases import TRAINER, Case
+from tests.outside.chronos import CHRONOS
+from tests.outside.colpali import COLPALI
+from tests.outside.gliner import GLINER
 from tests.outside.llama_factory import FACTORY
 from tests.outside.peft_examples import PEFT
 
@@ -657,5 +660,8 @@ ORIGINALS = {
     **SENTENCES,
     **PEFT,
     **FACTORY,
+    **CHRONOS,
+    **COLPALI,
+    **GLINER,
     **OTHERS,
 }

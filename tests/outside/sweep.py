@@ -169,10 +169,11 @@ def table(known: dict[tuple[str, str], dict]) -> str:
 def write_materials(root: str) -> None:
     """Models and data, in a process that ends then."""
     stand_ins.install()
-    from tests.outside import media
+    from tests.outside import documents, media
 
     materials.write_all(root)
     media.write_all(root)
+    documents.write_all(root)
 
 
 def preload() -> None:

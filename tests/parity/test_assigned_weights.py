@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hf_parallel
-from tests.distributed import run, run_alone_once
+from tests.distributed import RankFailure, run, run_alone_once
 from tests.refusals import find_line
 from tests.rows import Rows
 from tests.training import TRAIN_SEED, activate, axes, close, layouts, none, tensor_differences
@@ -190,3 +190,21 @@ def by_hand(folder, spec=None):
 def test_library_alone(spec, initial):
     """Without the runner `p.data = x` is stored, too."""
     as_in_one_process(by_hand, initial["phi3"], spec)
+
+
+def loading_a_plain_model(folder, spec=None):
+    """A model that is made in code takes the weights of a parallel one, as in pipelines that train a copy."""
+    model = start(spec, folder)
+    plain = type(model)(model.config)
+    plain.load_state_dict(model.state_dict())
+    return [plain(**batch()).loss.item()], {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+
+
+@pytest.mark.parametrize(("spec", "name"), [("dp_shard=2", "qwen3"), ("tp=2", "phi3"), ("tp=2,dp_shard=2", "phi3")])
+def test_a_plain_model_takes_whole_weights(spec, name, initial):
+    as_in_one_process(loading_a_plain_model, initial[name], spec)
+
+
+def test_a_plain_model_cannot_take_those_of_a_stage(initial):
+    with pytest.raises(RankFailure, match=r"pp_size=2: .*stage; copy\.deepcopy\(model\) or pp_size=1 works"):
+        run(loading_a_plain_model, 2, initial["phi3"], "pp=2", init=False)

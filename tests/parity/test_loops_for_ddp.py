@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -15,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from hf_parallel.ask.config import SpecError
 from hf_parallel.hooks import report, runtime
 from tests import models
-from tests.distributed import run, run_alone
+from tests.distributed import RankFailure, run, run_alone
 from tests.loops import prepare_loop, rows, take_step
 from tests.rows import Rows
 from tests.training import activate, check_alone
@@ -58,6 +59,16 @@ def paired_over_ranks(accelerator, model, batch):
     return functional.cross_entropy(one @ other.T, torch.arange(len(one)))
 
 
+def late_interaction(accelerator, model, batch):
+    """As ColPali: gradients of what is gathered are transposed in memory."""
+    states = model(input_ids=batch["input_ids"], output_hidden_states=True).hidden_states
+    queries, documents, place = states[-1], states[1], torch.arange(len(states[1]))
+    if accelerator.num_processes > 1:
+        documents, place = torch.cat(dist.nn.all_gather(documents)), place + dist.get_rank() * len(documents)
+    scores = torch.einsum("bnd,csd->bcns", queries, documents).amax(3).sum(2)
+    return functional.cross_entropy(scores, place)
+
+
 def step(spec, folder, loss_of):
     """The gradient norm of a batch, and the lines about losses of a script's own."""
     accelerator, model, _ = prepare_loop(spec, folder)
@@ -80,6 +91,7 @@ def step(spec, folder, loss_of):
         (squares, ["loss * accelerator.num_processes"], False),
         (paired, ["compares each example", "taken for a mean"], False),
         (paired_over_ranks, ["taken for a mean"], True),
+        (late_interaction, ["taken for a mean"], True),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -105,12 +117,23 @@ def gather_by_hand(part):
     return torch.cat(parts)
 
 
+def gather_into_tensor(part):
+    """As a loss of its own backward pass would."""
+    whole = part.new_zeros(dist.get_world_size() * len(part), *part.shape[1:])
+    dist.all_gather_into_tensor(whole, part.contiguous())
+    return whole
+
+
+def gather_with_autograd(part):
+    return functional_collectives.all_gather_tensor_autograd(part, 0, dist.group.WORLD)
+
+
 def gather_all_processes(spec, folder):
     """Compare examples of all processes, which have the same ones here."""
     accelerator, model, _ = prepare_loop(spec, folder)
     for batch in accelerator.prepare(DataLoader(Rows(ROWS, 11), ROWS // accelerator.num_processes)):
         states = model(input_ids=batch["input_ids"]).logits.mean(1)
-        for gather in (gather_by_hand, dist.nn.all_gather):
+        for gather in (gather_by_hand, dist.nn.all_gather, gather_into_tensor, gather_with_autograd):
             with pytest.raises(SpecError, match=rf"{spec[:2]}_size=2 .*dp_shard_size={dist.get_world_size()}"):
                 gather(states)
         with torch.no_grad():  # for a metric
@@ -122,6 +145,21 @@ def gather_all_processes(spec, folder):
 def test_a_loss_does_not_compare_examples_with_themselves(runs, spec):
     """Each negative would be there twice: the loss of one process and log(2)."""
     run(gather_all_processes, 2, spec, runs.initial("llama"), init=False)
+
+
+def gather_ragged_batches(spec, folder, drop_last):
+    """Gather the first of two batches, of which the second is half full."""
+    accelerator, model, _ = prepare_loop(spec, folder)
+    loader = accelerator.prepare(DataLoader(Rows(ROWS * 3 // 2, 11), ROWS // 2, drop_last=drop_last))
+    batch = next(iter(loader))
+    return len(gather_by_hand(model(input_ids=batch["input_ids"]).logits.mean(1)))
+
+
+def test_a_loss_does_not_compare_repeated_examples(runs):
+    """Those that fill a ragged last batch would be compared twice; a loader without one works."""
+    with pytest.raises(RankFailure, match=rf"only {ROWS // 2} of the last batch's {ROWS} .*drop_last=True"):
+        run(gather_ragged_batches, 2, "dp_shard=2", runs.initial("llama"), False, init=False)
+    assert run(gather_ragged_batches, 2, "dp_shard=2", runs.initial("llama"), True, init=False) == [ROWS, ROWS]
 
 
 class OwnSum(LlamaForCausalLM):

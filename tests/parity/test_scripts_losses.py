@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, default_data_collator
 
+from hf_parallel.hooks import report
 from hf_parallel.ranks import desync
 from tests import models
 from tests.distributed import run, run_alone
@@ -100,6 +101,22 @@ class WeighedByText(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class GatheredLoss(Trainer):
+    """Compares examples: those of all processes in training, and those of its own process in an evaluation."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None, gathers=True):
+        states = model(input_ids=inputs["input_ids"]).logits
+        one, other, place = states[:, -1], states.mean(1), torch.arange(len(states))
+        if gathers and torch.distributed.is_initialized():
+            other = torch.cat(torch.distributed.nn.all_gather(other))
+            place = place + self.accelerator.process_index * len(one)
+        return torch.nn.functional.cross_entropy(one @ other.T, place)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        with torch.no_grad():
+            return self.compute_loss(model, inputs, gathers=False), None, None
+
+
 def with_texts(rows: list[dict]) -> dict:
     """A collator that leaves what is no tensor in a list."""
     batch = default_data_collator(rows)
@@ -184,6 +201,28 @@ def test_same_numbers_as_one_process(runs, kind, spec, capfd):
         # A mean over tokens is none over rows, even if all rows of the first batch have as many.
         verdict = "needs whole batches" if kind == "mean" else "adds up over micro-batches: 1f1b from now on"
         assert verdict in capfd.readouterr().err
+
+
+def compare_examples(spec: str | None, out: str) -> list[list]:
+    """Train with `GatheredLoss`, and evaluate: the losses of both, and the lines about comparing."""
+    data_ranks, lines = activate(spec), []
+    report.say = lines.append
+    sets = {"train_dataset": Rows(19, 11), "eval_dataset": Rows(8, 12)}
+    settings = {"dataloader_drop_last": True, "prediction_loss_only": True}
+    outcome = fit(*trainer_of(models.build("llama"), out, data_ranks, settings, GatheredLoss, **sets))
+    told = [line for line in lines if "compares each example" in line]
+    return [[value for log in outcome.logs if "loss" in log for value in (log["loss"], log["grad_norm"])], told]
+
+
+def test_an_evaluation_that_compares_the_examples_of_a_process(tmp_path):
+    """A line tells of the evaluation; the training, which gathers those of all, is one process's."""
+    expected, none = run_alone(compare_examples, None, f"{tmp_path}/one")
+    ranks = run(compare_examples, 2, "dp_shard=2", f"{tmp_path}/two", init=False)
+    assert not none
+    check_numbers([numbers for numbers, _ in ranks], expected)
+    for _, told in ranks:
+        assert len(told) == 1
+        assert "evaluation compares" in told[0]
 
 
 def separate(spec: str | None) -> float:

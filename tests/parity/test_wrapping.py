@@ -1,15 +1,19 @@
 """A module around a model that `from_pretrained` has made parallel: a pooled encoder with a layer of its own."""
 
+import os
 from abc import ABC
 
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModel, Trainer
 
 from hf_parallel.apply.methods import find_models_inside
 from hf_parallel.ask.config import ParallelConfig, SpecError
+from hf_parallel.ask.session import of_process
+from hf_parallel.ranks import desync
 from tests import training
 from tests.distributed import run
 from tests.refusals import pattern_of_refusal
@@ -71,6 +75,38 @@ def train_embedder(spec: str | None, out: str, folder: str) -> Outcome:
 @pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2"])
 def test_a_trainer_saves_a_part_of_a_model_with_two_bases(spec, runs):
     runs.compare(train_embedder, spec, runs.initial("bert"))
+
+
+class Writing(Pooled):
+    """Writes its own folder, as GLiNER does."""
+
+    def save_pretrained(self, folder: str) -> None:
+        os.makedirs(folder, exist_ok=True)
+        state = {name: tensor.clone().contiguous() for name, tensor in self.state_dict().items()}
+        save_file(state, f"{folder}/model.safetensors")
+
+
+class SavesOnRank0(Trainer):
+    def save_model(self, output_dir=None, _internal_call=False):
+        if self.args.should_save:
+            self.model.save_pretrained(output_dir or self.args.output_dir)
+
+
+def train_writing(spec: str | None, out: str, folder: str, saved: str) -> Outcome:
+    data_ranks = activate(spec)
+    rows = {"train_dataset": data("bert", 22, 11), "eval_dataset": data("bert", 5, 12)}
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    outcome = fit(*trainer_of(Writing(folder), out, data_ranks, settings, SavesOnRank0, **rows), f"{out}/saved")
+    outcome.folder = f"{out}/{saved}"
+    if spec:
+        of_process(desync.Answering).detector.end()  # as at the end of a script
+    return outcome
+
+
+@pytest.mark.parametrize("saved", ["saved", "checkpoint-2"])
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2"])
+def test_a_trainer_that_lets_rank_0_save_alone(spec, saved, runs):
+    runs.compare(train_writing, spec, runs.initial("bert"), saved)
 
 
 class Valued(Pooled):

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from hf_parallel import __main__ as runner
+from hf_parallel.cli import runner as output
 from tests.distributed import run
 
 ROOT = Path(__file__).parents[2]
@@ -185,6 +186,42 @@ def test_only_rank_0_speaks(script, tmp_path):
     (code, first), (other, second) = run(ended, 2, tmp_path, "--parallel", "tpp=2", "scripts/train.py", init=False)
     assert (code, other) == (2, 2)
     assert (len(first.splitlines()), len(second.splitlines())) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "again"),
+    [
+        (["-u", "-m", "hf_parallel", "train.py"], {}, True),
+        (["-m", "hf_parallel", "-m", "train"], {"PYTHONHASHSEED": "random"}, False),
+        (["-c", "from multiprocessing.spawn import spawn_main; spawn_main(7)"], {}, False),
+        (["-m", "debugger", "-m", "hf_parallel"], {}, False),
+        (["train.py"], {}, False),
+    ],
+)
+def test_ranks_hash_alike(monkeypatch, command, given, again):
+    """The command is started anew as it is, once, if it is the runner's own and nobody has chosen a seed."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    started = []
+    monkeypatch.setattr(sys, "orig_argv", ["python", *command])
+    monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
+    output.order_sets_alike()
+    assert [(words[1:], environment["PYTHONHASHSEED"]) for _, words, environment in started] == [
+        (command, "0")
+    ] * again
+
+
+def test_sets_have_one_order(script, tmp_path):
+    """Labels that a script takes from a set are numbered alike on all ranks."""
+    train = script("print('labels', list({'person', 'place', 'date', 'award', 'city', 'name', 'time'}))")
+    environment = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, "PYTHONHASHSEED")}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, "-m", "hf_parallel", "--parallel", "dp_shard=2", str(train)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    one, other = [line for line in done.stdout.splitlines() if line.startswith("labels")]
+    assert one == other
 
 
 def test_equal_specs_from_two_sources_agree(monkeypatch):

@@ -29,6 +29,7 @@ from hf_parallel.checkpoint import slices
 from hf_parallel.hooks import hangs, runtime
 from hf_parallel.hooks.accelerate.processes import RandomStream, make_plain_state
 from hf_parallel.hooks.patching import patch, replacing
+from hf_parallel.ranks import desync
 from hf_parallel.ranks.mesh import compute_data_rank
 
 if TYPE_CHECKING:
@@ -293,6 +294,7 @@ def _write_checkpoint(trainer: Trainer, saving: folders.Checkpoint, run: str) ->
     from transformers.trainer_callback import ExportableState
 
     trainer.save_model(saving.folder, _internal_call=True)
+    desync.wait_for_rank_0()  # a `save_model` of the script may let it save alone
     best = trainer.state.best_global_step
     if best and does_save_checkpoints(trainer.args):
         path = os.path.join(run, f"checkpoint-{best}")  # which may be the one that is being written

@@ -165,8 +165,9 @@ COUNTS: dict[str, Callable[[Given, torch.Tensor], torch.Tensor]] = {
     "ctc_loss": lambda given, value: _make_number(len(torch.as_tensor(given["target_lengths"])), value),
 }
 _PAIRS = (
-    "the script's loss compares each example with the others of its data rank, as under DDP; to compare whole batches "
-    "as one process does, gather the embeddings by torch.distributed.nn.all_gather before the loss"
+    "the script's {loss} compares each example with the others of its data rank, as under DDP; to compare whole "
+    "batches as one process does, gather the embeddings by torch.distributed.nn.all_gather before the loss, with "
+    "dataloader_drop_last=True"
 )
 #: Those whose sum over sequences is a model's loss: no model divides it by anything.
 SUMMED = {"ctc_loss"}
@@ -180,14 +181,15 @@ def mean(original: Callable, *args: object, **kwargs: object) -> torch.Tensor:
     if now.forwards and now.forwards[-1].whole:
         return value
     given = bind_by_name(original, args, kwargs)
-    if not now.forwards and value.requires_grad and original.__name__ == "cross_entropy":
+    own = not now.forwards and (value.requires_grad or now.scope is not None)  # of the script, or of its evaluation
+    if own and original.__name__ == "cross_entropy":
         # Say once that a script's loss compares the examples of a data rank, unless it has gathered those of others.
         current = runtime.current()
         if current is not None and not current.loop.told_of_pairs and current.mesh.data_size > 1:
             rows = len(given["input"])
             if rows <= (current.loop.rows or rows) and _is_comparing_rows(given, {}):
                 current.loop.told_of_pairs = True
-                report.say(_PAIRS)
+                report.say(_PAIRS.format(loss="loss" if value.requires_grad else "evaluation"))
     if not now.forwards and now.scope is None:
         return value
     former = given.get("size_average") is not None or given.get("reduce") is not None

@@ -292,12 +292,33 @@ def get_batch_samples(
         batches = evaluation.without_repeats(self, epoch_iterator)
         read = functools.partial(original, self, batches, num_batches, device)
         samples = delayed_steps.read_step(self, epoch_iterator, read)
+    if not self.state.global_step and self.accelerator.gradient_state.active_dataloader is None:
+        check_unshared_loader(self, samples[0])
     if (active := runtime.current()) is not None:
         active.loop.last = None  # what is repeated is cut off already, for steps of a script's own, too
     monitoring.count_samples(samples[0])
     joint_steps.note_batches(self, samples[0])
     report.report_at_first_batch(self, samples[0], losses.describe_loss)
     return samples
+
+
+def check_unshared_loader(trainer: Trainer, batches: list) -> None:
+    """Refuse a loader that nobody has shared out, from which all data ranks read the same. Collective.
+
+    Trainers that make a `DataLoader` of their own, such as those of streams of batches, may leave out `prepare`.
+    """
+    mesh, state = runtime.mesh(), runtime.find_parallel_state(trainer.model)
+    if state is None or mesh.data_size == 1 or not batches:
+        return
+    if state.batches.is_equal_on_data_ranks(batches[0]):
+        name = "dp_shard_size" if mesh.config.dp_shard_size > 1 else "dp_replicate_size"
+        why = (
+            f"get_train_dataloader of {type(trainer).__name__} gives all {mesh.data_size} data ranks the same batches"
+        )
+        do = (
+            f"prepare(loader), or a part or seed of its own by process_index, both of self.accelerator; {name}=1 works"
+        )
+        refuse(f"{name}={getattr(mesh.config, name)}", why, do=do)
 
 
 @patch("transformers.trainer:Trainer._get_num_items_in_batch", "share of the tokens per data rank")
