@@ -90,7 +90,7 @@ WAYS: dict[str, tuple] = {
     "uneven_lengths": (False, True),
     "masked": (True, False),
     "loss": ("model", "function", "override", "mean", "sum_of_parts"),
-    "frozen": ("nothing", "embeddings", "first_layers", "all_but_norms"),
+    "frozen": ("nothing", "embeddings", "first_layers", "all_but_norms", "all_but_norms_of_adapted"),
     "lora": (
         (),
         (("r", 3), ("target_modules", "all-linear")),
@@ -129,8 +129,11 @@ def fit(chosen: Choices) -> Choices:
         chosen |= {"include_for_metrics": ()}
     if chosen["model"] not in (*DECODERS, *EXPERTS):
         plain |= {"uneven_lengths", "loss", "lora", "data", "generates", "masked", "config", "frozen"}
-    if chosen["model"] not in ADAPTED:
+    if chosen["model"] not in ADAPTED or chosen["model"] == "qwen2":
         plain |= {"lora"}
+        # Biases of keys have no gradient but rounding, which these make a step as large as any other.
+        if chosen["optim"] in ("adafactor", "adagrad", "rmsprop"):
+            plain |= {"optim"}
     if chosen["model"] in KINDS_OF_LAYERS and "num_hidden_layers" in dict(chosen["config"]):
         plain |= {"config"}
     if "stream" in chosen["data"]:
@@ -170,7 +173,10 @@ def fit(chosen: Choices) -> Choices:
         chosen |= {"max_steps": 5, "save_strategy": "steps", "save_steps": 1, "save_total_limit": None}
         chosen |= {"save_only_model": False}
         plain |= {"twice", "callbacks", "load_best_model_at_end", "ignore_data_skip"}
-        plain |= {"train_sampling_strategy"}  # whose order after a stop is another one in one process, too
+        plain |= {
+            "train_sampling_strategy",
+            "accelerator_config",
+        }  # whose order after a stop is another one in one process, too
     if chosen["dtype"] == "bfloat16":
         chosen |= {"optim": "sgd"}
     return {**chosen, **{name: PLAIN[name] for name in plain}}
@@ -287,7 +293,7 @@ def freeze(model: torch.nn.Module, what: str) -> None:
         "nothing": "^$",
         "embeddings": "embed|wte",
         "first_layers": r"embed|wte|\.[01]\.",
-        "all_but_norms": r"^(?!.*(norm|ln_|bias))",
+        **dict.fromkeys(("all_but_norms", "all_but_norms_of_adapted"), r"^(?!.*(norm|ln_|bias))"),
     }[what]
     for name, parameter in model.named_parameters():
         if re.search(chosen, name):
@@ -354,7 +360,13 @@ def load(chosen: Choices, folder: str) -> Any:
         setattr(config, name, value)
     model = models.auto_class(config).from_pretrained(folder, config=config, dtype=getattr(torch, chosen["dtype"]))
     freeze(model, chosen["frozen"])
-    return with_adapters(training.Script(lora=chosen["lora"]), model) if chosen["lora"] else model
+    if not chosen["lora"]:
+        return model
+    model = with_adapters(training.Script(lora=chosen["lora"]), model)
+    if chosen["frozen"] == "all_but_norms_of_adapted":  # LongLoRA: norms train beside adapters
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad or "norm" in name)
+    return model
 
 
 def script(chosen: Choices, folder: str, out: str, spec: str | None, part: str = "whole") -> dict[str, Any]:

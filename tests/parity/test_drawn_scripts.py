@@ -29,6 +29,15 @@ FOUND = {
         "config=(('output_hidden_states', True),)",
     ),
     "gradients of two dtypes in a unit": ("trainers", "dp_replicate=2,pp=2", "loss='override' ; dtype='bfloat16'"),
+    "adapters in fp32 and a copy of the head in 16 bits in one unit": (
+        *("trainers", "dp_replicate=2"),
+        "dtype='bfloat16' ; "
+        "lora=(('r', 3), ('target_modules', ('q_proj', 'v_proj')), ('modules_to_save', ('lm_head',)))",
+    ),
+    "adapters in fp32 and norms in 16 bits in one unit": (
+        *("trainers", "dp_shard=2"),
+        "dtype='bfloat16' ; frozen='all_but_norms_of_adapted' ; lora=(('r', 3), ('target_modules', 'all-linear'))",
+    ),
     "evaluation of a last batch in a loop": ("loops", "dp_shard=2", "eval_rows=13"),
     "shares of a map-style data set that rank 0 reads": (
         *("loops", "dp_replicate=2,batch_shares=3:1"),
