@@ -78,7 +78,7 @@ def gather_by_process(original: Callable, *args: object, **kwargs: object) -> An
     """Gather as torch does, but refuse to do so with gradients where an example would be there twice."""
     if torch.is_grad_enabled():
         given = bind_by_name(original, args, kwargs)
-        part = given["tensor"] if "tensor" in given else given.get("input_tensor", given.get("self"))
+        part: Any = given["tensor"] if "tensor" in given else given.get("input_tensor", given.get("self"))
         if part.requires_grad and given.get("group") in (None, dist.group.WORLD):
             check_gathered_examples()
     return original(*args, **kwargs)

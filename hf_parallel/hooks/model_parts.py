@@ -216,7 +216,7 @@ def load_whole_weights(
     if of_stage:
         what = f"{type(self).__name__}.load_state_dict of a model under pp_size={runtime.mesh().size('pp')}"
         refuse(what, "its state has the weights of one stage", do="copy.deepcopy(model) or pp_size=1 works")
-    whole = copy.copy(state_dict)  # with what torch notes on it
+    whole: Any = copy.copy(state_dict)  # with what torch notes on it
     whole.update((name, full_tensor(value)) for name, value in parts.items())
     return original(self, whole, *args, **kwargs)
 

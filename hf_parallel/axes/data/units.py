@@ -176,8 +176,9 @@ def separate_dtypes(root: nn.Module) -> bool:
             if len(counts) < 2:
                 continue
             prevailing, found = counts.most_common(1)[0][0], True
-            for module in [module for module, dtype in dtypes.items() if dtype != prevailing and module is not unit]:
-                _move_to_own_unit(module, unit, group)
+            for module in [module for module, dtype in dtypes.items() if dtype != prevailing]:
+                if not isinstance(module, FSDPModule):
+                    _move_to_own_unit(module, unit, group)
             renew_group(group)
     return found
 
