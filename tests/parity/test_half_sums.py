@@ -35,7 +35,7 @@ def test_data_ranks():
         for micro_batch in range(count):
             model.set_requires_gradient_sync(micro_batch == count - 1)
             output = model(torch.eye(33, dtype=torch.bfloat16))  # the gradient of the weight is that of the output
-            output.backward(gradients(dist.get_rank()).t() * RANKS)
+            output.backward(gradients(dist.get_rank()).t().to(output.device) * RANKS)
         return model.weight.grad.full_tensor()
 
     for count in (1, 2):
@@ -64,7 +64,7 @@ def test_a_layer_that_the_last_micro_batch_alone_runs(spec):
         for both in (False, True):
             model.set_requires_gradient_sync(both)
             output = model(torch.eye(33, dtype=torch.bfloat16), both)
-            output.backward(gradients(dist.get_rank()).t() * RANKS)
+            output.backward(gradients(dist.get_rank()).t().to(output.device) * RANKS)
         return [layer.weight.grad.full_tensor() for layer in (model.first, model.second)]
 
     for first, second in run(step, RANKS):

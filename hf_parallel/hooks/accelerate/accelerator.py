@@ -244,9 +244,11 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
         passed_on = given.get("num_items_in_batch") is not None
         # A walk over all parameters in `model.eval()`, so that it is made once for a call.
         trains = torch.is_grad_enabled() and (module.training or any(p.requires_grad for p in module.parameters()))
-        last = loop_losses.find_last_batch(given)
+        scope = means.get_scope()
+        # Trainer's evaluation has left repeated rows out; that of a loop drops what a rank without real rows finds.
+        last = loop_losses.find_last_batch(given) if trains or scope is None else None
         if last is not None and not trains and not last.real:
-            last = None  # an evaluation drops what this rank finds
+            last = None
         if pairs.begin(given):
             forward = means.enter(None, passed_on, given)
             forward.whole = forward.counted = True
@@ -256,7 +258,6 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
         if last is not None and torch.is_tensor(labels) and len(labels) == last.rows:
             given = {**given, **without_targets({"labels": labels}, last.real, last.rows)}
             args, kwargs, masked = (), given, True
-        scope = means.get_scope()
         if scope is None:
             share = 1.0 if trains else None
         else:  # None: the means stay those of this rank's rows

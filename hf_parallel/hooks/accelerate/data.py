@@ -291,7 +291,7 @@ def _gather_unlike_tensors(tensor: torch.Tensor) -> torch.Tensor:
     from accelerate.state import GradientState
 
     mesh = runtime.mesh()
-    tensor = (tensor.clone()[None] if tensor.ndim == 0 else tensor).contiguous()
+    tensor = (tensor.clone()[None] if tensor.ndim == 0 else tensor).detach().contiguous()
     if runtime.is_absent():
         tensor = tensor[:0]
     sizes = [tensor.shape[0]] * mesh.data_size
