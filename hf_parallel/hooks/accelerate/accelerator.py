@@ -245,8 +245,8 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
         # A walk over all parameters in `model.eval()`, so that it is made once for a call.
         trains = torch.is_grad_enabled() and (module.training or any(p.requires_grad for p in module.parameters()))
         last = loop_losses.find_last_batch(given)
-        if last is not None and not trains and not last.real:
-            last = None  # an evaluation drops what this rank finds
+        if last is not None and not trains and (not last.real or means.get_scope() is not None):
+            last = None  # an evaluation drops what this rank finds; Trainer has left repeated rows out of its own
         if pairs.begin(given):
             forward = means.enter(None, passed_on, given)
             forward.whole = forward.counted = True

@@ -429,7 +429,11 @@ def refuse_pairs_of_processes(original: Callable, self: Trainer, *args: object, 
 def kl_logps(original: Callable, self: Trainer, model: nn.Module, batch: dict) -> object:
     """KTO averages the means of data ranks that have rows: weighted by them, unlike parts give the whole mean."""
     logps = original(self, model, batch)
-    return logps if hasattr(_find_trl_class(self), "kto_loss") else _weigh_by_rows(self, logps)
+    if hasattr(_find_trl_class(self), "kto_loss"):
+        return logps
+    if torch.is_tensor(batch.get("ref_KL_logps")):  # precomputed: the loss reads them after this
+        batch["ref_KL_logps"] = _weigh_by_rows(self, batch["ref_KL_logps"])
+    return _weigh_by_rows(self, logps)
 
 
 @patch("trl.trainer.kto_trainer:KTOTrainer.kto_loss", "mean of means", before="1.6")
