@@ -188,6 +188,8 @@ def fit(trainer: str, chosen: Choices) -> Choices:
         plain |= {"twice", "callbacks", "load_best_model_at_end"}
     if chosen["model"] in (*EXPERTS, "mixtral_balanced"):
         plain |= {"dtype", "bf16"}  # 16 bits turn which experts a token takes
+        # One process evaluates another model than the best one after loading that; ranks evaluate the best one.
+        chosen |= {"load_best_model_at_end": False, "callbacks": "none"}
     if chosen["dtype"] == "bfloat16" or chosen["bf16"]:
         chosen |= {"optim": "sgd"}
     if trainer != "sft" and chosen["train_sampling_strategy"] == "group_by_length" or trainer == "kto":
