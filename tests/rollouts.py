@@ -9,7 +9,7 @@ import os
 import torch
 from transformers import GenerationMixin, TrainerCallback
 
-END = 0  # of sequence, among the tokens of `trl_scripts.write_tokenizer`
+END = 0  # of sequence, among the tokens of `trl_scripts.make_tokenizer`
 ENDS = 0.15  # of all draws: rows must have other lengths, and data ranks other longest rows
 
 

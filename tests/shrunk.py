@@ -43,7 +43,7 @@ def write_model(recipe: Recipe, folder: str) -> None:
     """Weights drawn under a seed, with a tokenizer."""
     torch.manual_seed(models.SEED)
     AutoModelForCausalLM.from_config(config_of(recipe)).save_pretrained(folder)
-    trl_scripts.write_tokenizer(folder)
+    trl_scripts.make_tokenizer().save_pretrained(folder)
 
 
 def spec_of(recipe: Recipe) -> str:

@@ -79,7 +79,7 @@ TRAINERS = (
 )
 
 
-def write_tokenizer(folder: str) -> None:
+def make_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer of single bytes and some pairs, which the tiny models' vocabulary holds, with a chat template."""
     tokenizer = Tokenizer(tokenizer_models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -88,7 +88,7 @@ def write_tokenizer(folder: str) -> None:
     tokenizer.train_from_iterator([topics["assert"]], trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
     fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(folder)
+    return fast
 
 
 def write_model(folder: str, kind: str = "llama", classifier: bool = False, **changes: Any) -> None:
@@ -100,7 +100,7 @@ def write_model(folder: str, kind: str = "llama", classifier: bool = False, **ch
         config.num_labels = 1
         model = LlamaForSequenceClassification(config)
     model.save_pretrained(folder)
-    write_tokenizer(folder)
+    make_tokenizer().save_pretrained(folder)
 
 
 def write_data(root: str) -> None:

@@ -62,6 +62,7 @@ class Kind:
             gradients in each step, under "gradient_keys"; and the folder that it saved, under "folder".
         tolerances: of numbers, relative, and of weights.
         leaves_out: is a number, by its name and key, not compared under these choices?
+        size: by a number's key, how large what it is the difference of may be: a tolerance is relative to that.
     """
 
     choices: dict[str, tuple]
@@ -69,6 +70,7 @@ class Kind:
     script: Callable[..., dict[str, Any]]
     tolerances: Callable[[Choices], tuple[float, float]]
     leaves_out: Callable[[Choices, str, str], bool]
+    size: Callable[[str], float] = lambda key: 0.0
 
     @property
     def plain(self) -> Choices:
@@ -163,7 +165,8 @@ class Bench:
                     continue
                 for key in sorted({*ours, *theirs}):
                     if not UNEQUAL.search(key) and not self.kind.leaves_out(chosen, name, key):
-                        lines += _unequal(f"rank {rank}: {name}: {key}", ours.get(key), theirs.get(key), relative)
+                        pair = ours.get(key), theirs.get(key)
+                        lines += _unequal(f"rank {rank}: {name}: {key}", *pair, relative, self.kind.size(key))
         steps = {len(outcome["gradient_keys"]) for outcome in ranks}
         expected = reference["gradient_keys"]
         if chosen.get("resumes"):
@@ -191,9 +194,9 @@ def _last_line(failure: RankFailure) -> str:
     return f"{failure.kind}: {failure.message.strip()[:400]}"
 
 
-def _unequal(name: str, ours: Any, theirs: Any, relative: float) -> list[str]:
+def _unequal(name: str, ours: Any, theirs: Any, relative: float, size: float) -> list[str]:
     numbers = all(isinstance(value, (int, float)) for value in (ours, theirs))
-    if numbers and (ours == theirs or abs(ours - theirs) <= relative * abs(theirs)):
+    if numbers and (ours == theirs or abs(ours - theirs) <= relative * max(abs(theirs), size)):
         return []
     if numbers and math.isnan(ours) and math.isnan(theirs):
         return []

@@ -206,17 +206,19 @@ def follow_autocast(root: nn.Module, device: torch.device) -> None:
 
 
 def compute_in(root: nn.Module, dtype: torch.dtype) -> None:
-    """From here on `root` gathers its weights in this dtype, in training and evaluation."""
-    if isinstance(root, FSDPModule):
-        setattr(root, _SETTLED, dtype)
-        change(cast(nn.Module, root), dtype)
+    """From here on `root`, or each stage of a pipeline, gathers its weights in this dtype, also in evaluation."""
+    for unit in root if isinstance(root, nn.ModuleList) else [root]:
+        if isinstance(unit, FSDPModule):
+            setattr(unit, _SETTLED, dtype)
+            change(cast(nn.Module, unit), dtype)
 
 
 def find_lowered_dtype(root: nn.Module, device: torch.device) -> torch.dtype | None:
     """Return the dtype that a forward pass of `root` would gather its fp32 weights in, here and now."""
     if not isinstance(root, FSDPModule):
         return None
-    dtype = get_autocast_dtype(device)
+    # The schedule of a script's loss asks outside of the model's forward, where accelerate's autocast is off.
+    dtype = getattr(root, _SETTLED, None) or get_autocast_dtype(device)
     if dtype in (None, get_state_of(root)._mp_policy.param_dtype):
         return dtype
     return None if any(weight.dtype != torch.float32 for weight in _iterate_weights(root)) else dtype

@@ -212,9 +212,12 @@ def _disturb_batch(engine: StageRunner, batch: Batch, generator: torch.Generator
             keep = torch.randint((value.shape[1] + 1) // 2, value.shape[1] + 1, value.shape[:1], generator=generator)
             beyond = torch.arange(value.shape[1]) >= keep[:, None]
             changed[key] = value.masked_fill(beyond.to(value.device), fill)
-    mask, labels = changed.get("attention_mask"), changed.get("labels")
-    if torch.is_tensor(mask) and torch.is_tensor(labels) and labels.shape == mask.shape:
-        changed["labels"] = labels.masked_fill(mask == 0, -100)  # as collators do, and as some kernels need it
+    # What tells targets has none where there is no token, as collators make it, and as some kernels need it.
+    for key, fill in (("labels", -100), ("completion_mask", 0)):
+        for prefix in ("", "KL_"):
+            mask, targets = changed.get(f"{prefix}attention_mask"), changed.get(f"{prefix}{key}")
+            if torch.is_tensor(mask) and torch.is_tensor(targets) and targets.shape == mask.shape:
+                changed[f"{prefix}{key}"] = targets.masked_fill(mask == 0, fill)
     return changed
 
 

@@ -272,14 +272,21 @@ def _call_compute_loss(
             kwargs = {**kwargs, "num_items_in_batch": count}
     unread = note_unread_logits(find_reader_of_logits(self, state) is None and not given.get("return_outputs"))
     counted_by = replacing(self.args, average_tokens_across_devices=whole)
-    computing = replacing(record, computes=True)
-    with computing, counted_by, means.compute_in_scope(scope), unread, trl.count_metrics_by_rows(self):
+    computing, watching = replacing(record, computes=True), trl.watch_loss_function(self, items)
+    with (
+        computing,
+        counted_by,
+        means.compute_in_scope(scope),
+        unread,
+        trl.count_metrics_by_rows(self),
+        watching as seen,
+    ):
         result = own(model, inputs, *args, **kwargs)
     loss, *outputs = result if isinstance(result, tuple) else (result,)
     loss = online.weigh_online_loss(self, loss, inputs)
     if outputs and state is not None and state.pipeline is not None and state.pipeline.loss_only:
         outputs = [{}]
-    targets = scope.taken[1] if scope.taken is not None and loss is scope.taken[0] else None
+    targets = scope.taken[1] if scope.taken is not None and loss is scope.taken[0] else seen.targets
     weighs = scope.weighs_itself or scope.reads_count
     return {
         "loss": loss,
@@ -308,7 +315,7 @@ def _weigh_result(self: Trainer, result: Computed, targets: torch.Tensor | None)
             dist.all_reduce(total, group=mesh.data_group)
             share = torch.where(total[1] == mesh.data_size, count[0] * mesh.data_size / total[0], share)
         loss = means.weigh_loss(loss, share)
-        if not result["known"] and not record.told_unknown and is_own(self) and not trl.is_known(self):
+        if not result["known"] and not record.told_unknown and is_own(self) and not trl.has_known_loss(self):
             record.told_unknown = True
             report.say(
                 "the script's loss is taken for a mean over rows: if data ranks have different numbers of targets, it "

@@ -9,7 +9,8 @@ import contextlib
 import functools
 import hashlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NoReturn
 
@@ -37,6 +38,7 @@ from hf_parallel.ranks.mesh import get_stored
 from hf_parallel.rollouts.reference import ask_server, decode_scores
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PreTrainedModel, Trainer, TrainingArguments
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -235,14 +237,50 @@ def is_sft(trainer: Trainer) -> bool:
 
 def count_targets_of_mean(trainer: Trainer, batch: dict) -> torch.Tensor | None:
     """Over how many targets SFT's own loss is a mean where it is given no count, as before an evaluation in 5.23."""
-    if not is_sft(trainer) or trainer.compute_loss_func is not None or trainer.label_smoother is not None:
+    if not is_sft(trainer) or trainer.compute_loss_func is not None:
         return None
     return (batch["labels"][..., 1:] != -100).sum().float()
+
+
+@dataclass
+class FunctionMean:
+    """Over how many targets the mean of a script's loss function runs; None: it is not known to be over targets."""
+
+    targets: torch.Tensor | None = None
+
+
+@contextlib.contextmanager
+def watch_loss_function(trainer: Trainer, items: object) -> Iterator[FunctionMean]:
+    """Note what a `compute_loss_func` takes its mean over where SFT gives it no count, as in an evaluation.
+
+    We call it once more with a count. A function that divides by the count then takes its own mean over targets, too.
+    """
+    function, seen = trainer.compute_loss_func, FunctionMean()
+    if items is not None or function is None or not is_sft(trainer):
+        yield seen
+        return
+
+    def watched(outputs: object, labels: torch.Tensor, num_items_in_batch: object = None) -> torch.Tensor:
+        loss = function(outputs, labels, num_items_in_batch=num_items_in_batch)
+        count = (labels[..., 1:] != -100).sum().float()
+        # Twice the number of targets, so that a function that ignores the count does not look like one that reads it.
+        halved = function(outputs, labels, num_items_in_batch=2 * count)
+        if not count or torch.allclose(2 * halved.detach().float(), loss.detach().float(), rtol=1e-3):
+            seen.targets = count
+        return loss
+
+    with replacing(trainer, compute_loss_func=watched):
+        yield seen
 
 
 def is_known(trainer: Trainer) -> bool:
     """Is it one of TRL's trainers? What their losses are means over is known."""
     return count_trl_rows_per_example(trainer) is not None or online.is_trainer_among(trainer, online.TRAINERS)
+
+
+def has_known_loss(trainer: Trainer) -> bool:
+    """Is it one of TRL's trainers, with TRL's loss?"""
+    return is_known(trainer) and trainer.compute_loss_func is None
 
 
 def does_only_offload_in_steps(trainer: Trainer) -> bool:
@@ -391,7 +429,11 @@ def refuse_pairs_of_processes(original: Callable, self: Trainer, *args: object, 
 def kl_logps(original: Callable, self: Trainer, model: nn.Module, batch: dict) -> object:
     """KTO averages the means of data ranks that have rows: weighted by them, unlike parts give the whole mean."""
     logps = original(self, model, batch)
-    return logps if hasattr(_find_trl_class(self), "kto_loss") else _weigh_by_rows(self, logps)
+    if hasattr(_find_trl_class(self), "kto_loss"):
+        return logps
+    if torch.is_tensor(batch.get("ref_KL_logps")):  # precomputed: the loss reads them after this
+        batch["ref_KL_logps"] = _weigh_by_rows(self, batch["ref_KL_logps"])
+    return _weigh_by_rows(self, logps)
 
 
 @patch("trl.trainer.kto_trainer:KTOTrainer.kto_loss", "mean of means", before="1.6")
@@ -443,6 +485,31 @@ def count_metrics_by_rows(trainer: Trainer) -> contextlib.AbstractContextManager
 
 
 # ---- precomputed log-probabilities of the reference --------------------------------------------------------------
+
+
+@patch(
+    "trl.trainer.dpo_trainer:DPOTrainer._precompute_ref_logps",
+    "looks for rank 0's file in its own folder",
+    since="0.29",
+)
+@patch(
+    "trl.trainer.kto_trainer:KTOTrainer._precompute_ref_logps",
+    "looks for rank 0's file in its own folder",
+    since="1.16",
+)
+def precompute_reference(
+    original: Callable, self: Trainer, dataset: Dataset, *args: object, **kwargs: object
+) -> Dataset:
+    """Let all ranks read the file that rank 0 writes. A data set in memory has a folder of its own per process."""
+    if not hasattr(dataset, "_get_cache_file_path"):  # a stream, which TRL refuses
+        return original(self, dataset, *args, **kwargs)
+    find_path = dataset._get_cache_file_path
+
+    def find_shared_path(fingerprint: str) -> str:
+        return messages.send_from_one(lambda: find_path(fingerprint))
+
+    with replacing(dataset, _get_cache_file_path=find_shared_path):
+        return original(self, dataset, *args, **kwargs)
 
 
 @patch("trl.trainer.utils:hash_module", "cannot read shards", since="0.29", copies=True)

@@ -1,0 +1,50 @@
+"""TRL scripts and layouts drawn at random, as `python -m tests.drawn sft` draws more of them; and what it has found.
+
+Each of `FOUND` differed from one process, or failed, in silence or with torch's own error, before it was mended.
+"""
+
+import pytest
+
+pytest.importorskip("trl")
+pytest.importorskip("peft")
+
+from tests.drawn.bench import Bench, draw_layout
+from tests.drawn.trl_scripts import KINDS, TRAINERS
+from tests.training import none
+
+FOUND = {
+    "label smoothing in an evaluation": ("sft", "dp_shard=2", "label_smoothing_factor=0.1 ; eval_rows=17"),
+    "a loss function in an evaluation": ("sft", "dp_shard=2", "loss='function' ; eval_rows=17 ; data='completion'"),
+    "a trial of how a loss is cut, of targets without tokens": ("dpo", "cp=2,pp=2", ""),
+    "figures of the reference, of a data set in memory": ("dpo", "tp=2", "precompute_ref_log_probs=True"),
+    "figures of the reference in a ragged batch": ("kto", "dp_shard=2", "precompute_ref_log_probs=True"),
+    "pairs in a ragged batch of an evaluation": ("dpo", "dp_replicate=2", ""),
+    "activations of another dtype than expected": ("dpo", "dp_replicate=2,pp=2", "bf16=True"),
+}
+
+
+@pytest.fixture(scope="module")
+def benches():
+    made = {trainer: Bench(KINDS[trainer]) for trainer in TRAINERS}
+    yield made
+    for bench in made.values():
+        bench.close()
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_found_scripts(benches, case):
+    trainer, spec, choices = FOUND[case]
+    ended, words = benches[trainer].try_script(KINDS[trainer].read(choices), spec)
+    none(words)
+    assert ended == "equal"
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_drawn_scripts(benches, trainer, seed):
+    """Each is equal to one process or refused in words."""
+    kind = KINDS[trainer]
+    chosen = kind.draw(seed)
+    spec = draw_layout(seed, chosen)
+    ended, words = benches[trainer].try_script(chosen, spec)
+    assert ended in ("equal", "refused", "no script"), "\n".join([f"{spec}: {kind.show(chosen)}", *words[:20]])
