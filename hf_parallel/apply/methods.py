@@ -22,6 +22,7 @@ from hf_parallel.apply.kernels import INNER_FORWARD, place_kernels
 from hf_parallel.apply.weights import remember_model, resize_token_embeddings
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import get_first_line, refuse
+from hf_parallel.axes.data.lowered import drop_copies
 from hf_parallel.axes.data.parameters import make_identical
 from hf_parallel.axes.data.units import (
     follow_weights_dtype,
@@ -61,10 +62,9 @@ def replace_methods(
     slices.let_ask(model, functools.partial(full_state_dict, mesh=mesh))
     bind(model, "resize_token_embeddings", resize_token_embeddings)
     bind(model, "__deepcopy__", functools.partial(_copy_model, mesh, again))
-    if mesh.config.sharing_size > 1:
-        bind(model, "_apply", _apply_to_model)
-        if hasattr(model, "prepare_inputs_for_generation"):
-            bind(model, "prepare_inputs_for_generation", functools.partial(_prepare_together, type(model)))
+    bind(model, "_apply", _apply_to_model)
+    if mesh.config.sharing_size > 1 and hasattr(model, "prepare_inputs_for_generation"):
+        bind(model, "prepare_inputs_for_generation", functools.partial(_prepare_together, type(model)))
     if pipeline is None:  # modules around a model may call `model.forward`: it runs the hooks that gather weights
         called = "_hf_parallel_called"
         vars(model)[INNER_FORWARD] = model.forward
@@ -173,6 +173,8 @@ def _apply_to_model(model: PreTrainedModel, fn: Callable, *args: object, **kwarg
     # Stages of a pipeline are units that are no modules of the model: its own `_apply` does not find them.
     root: nn.Module = getattr(state, "root", model)
     held = [one for group in iterate_parameter_groups(root) for one in group.fsdp_params]
+    if wanted != model.dtype:
+        drop_copies()
     if wanted == model.dtype or not any(one.all_gather_outputs for one in held):
         return type(model)._apply(model, fn, *args, **kwargs)
     if any(holds_whole_gradient(one) for one in held):

@@ -37,6 +37,8 @@ ARGUMENTS: dict[str, tuple] = {
     ),
     "warmup_steps": (0, 1, 0.4),
     "weight_decay": (0.0, 0.1),
+    "bf16": (False, True),
+    "bf16_full_eval": (False, True),
     "max_grad_norm": (1.0, 0.0, 0.05, 1000.0),
     "label_smoothing_factor": (0.0, 0.1),
     "average_tokens_across_devices": (True, False),
@@ -177,7 +179,7 @@ def fit(chosen: Choices) -> Choices:
             "train_sampling_strategy",
             "accelerator_config",
         }  # whose order after a stop is another one in one process, too
-    if chosen["dtype"] == "bfloat16":
+    if is_low(chosen):
         chosen |= {"optim": "sgd"}
     return {**chosen, **{name: PLAIN[name] for name in plain}}
 
@@ -419,9 +421,14 @@ ROUNDED = re.compile(r"share$|checksum$|^best")
 COUNTS = ("total_flos", "flos", "tokens", "num_input_tokens_seen")
 
 
+def is_low(chosen: Choices) -> bool:
+    """Are there numbers of 16 bits?"""
+    return chosen["dtype"] == "bfloat16" or chosen["bf16"] or chosen["bf16_full_eval"]
+
+
 def leaves_out(chosen: Choices, name: str, key: str) -> bool:
     """Is this number, or all of this name, not that of one process?"""
-    low = chosen["dtype"] == "bfloat16"
+    low = is_low(chosen)
     if chosen["resumes"] and name not in OF_RESUMED or low and (name == "generated" or ROUNDED.search(key)):
         return True
     return chosen["uneven_lengths"] and (key in COUNTS or key.endswith("checksum"))
@@ -429,7 +436,7 @@ def leaves_out(chosen: Choices, name: str, key: str) -> bool:
 
 def tolerances(chosen: Choices) -> tuple[float, float]:
     """How far numbers, relative, and weights may be from one process."""
-    if chosen["dtype"] == "bfloat16":
+    if is_low(chosen):
         return 3e-2, 3e-2  # 8 bits: 4e-3 per product, and layouts round at other places
     if chosen["optim"] in ("adafactor", "rmsprop", "adagrad"):
         return 5e-4, 1e-3  # their steps are of one size however small a gradient is, so that its last bits count

@@ -38,6 +38,10 @@ FOUND = {
         *("trainers", "dp_shard=2"),
         "dtype='bfloat16' ; frozen='all_but_norms_of_adapted' ; lora=(('r', 3), ('target_modules', 'all-linear'))",
     ),
+    "weights cast for a last evaluation": (
+        *("trainers", "tp=2"),
+        "bf16=True ; bf16_full_eval=True ; eval_strategy='epoch'",
+    ),
     "evaluation of a last batch in a loop": ("loops", "dp_shard=2", "eval_rows=13"),
     "shares of a map-style data set that rank 0 reads": (
         *("loops", "dp_replicate=2,batch_shares=3:1"),
