@@ -26,7 +26,8 @@ TEXT = {
 def write_all(root: str) -> None:
     """Write the pages and every model below a folder that materials has written to."""
     write_pages(Path(root))
-    write_qwen2_vl(root)
+    with contextlib.suppress(ImportError):  # its processor needs torchvision
+        write_qwen2_vl(root)
     write_spans(Path(root))
     write_series(Path(root))
 
