@@ -225,18 +225,26 @@ class RemoteModules:
     @contextlib.contextmanager
     def counted(self, model: PreTrainedModel) -> Iterator[None]:
         """Show all modules, and both ends of a tie as one parameter, where one is another stage's: to count them."""
-        former = []
+        former: list[tuple[dict, str, nn.Parameter]] = []
         with self.shown(model):
             for target, source in model._hf_parallel_tied_keys.items():
-                owner, _, leaf = target.rpartition(".")
-                with contextlib.suppress(AttributeError):  # an adapter around it changes its name
-                    former.append((model.get_submodule(owner), leaf, model.get_parameter(target)))
-                    former[-1][0]._parameters[leaf] = model.get_parameter(source)
+                (held, leaf), (other, name) = (_find_inside_adapters(model, key) for key in (target, source))
+                former.append((held, leaf, held[leaf]))
+                held[leaf] = other[name]
             try:
                 yield
             finally:
-                for module, leaf, parameter in former:
-                    module._parameters[leaf] = parameter
+                for held, leaf, parameter in former:
+                    held[leaf] = parameter
+
+
+def _find_inside_adapters(model: nn.Module, key: str) -> tuple[dict, str]:
+    """Return the parameters of the module that has this one, and its name there; adapters around it change its key."""
+    owner, _, leaf = key.rpartition(".")
+    module: Any = model.get_submodule(owner)
+    while hasattr(module, "base_layer"):
+        module = module.base_layer
+    return module._parameters, leaf
 
 
 def follow_wrappers(stages: nn.ModuleList, model: nn.Module) -> None:
