@@ -74,6 +74,11 @@ def refuse_replicas(original: Callable, self: nn.Module, *args: object, **kwargs
     "each example would count once per rank of its model",
     copies=True,
 )
+@patch(
+    "torch.distributed._functional_collectives:all_gather_tensor_autograd",
+    "each example would count once per rank of its model",
+    copies=True,
+)
 def gather_by_process(original: Callable, *args: object, **kwargs: object) -> Any:
     """Gather as torch does, but refuse to do so with gradients where an example would be there twice."""
     if torch.is_grad_enabled():
@@ -96,16 +101,6 @@ def gather_parts_with_gradients(original: Callable, *args: object, **kwargs: obj
         if part.requires_grad:
             part.register_hook(torch.Tensor.contiguous)
     return parts
-
-
-@patch(
-    "torch.distributed._functional_collectives:all_gather_tensor_autograd",
-    "each example would count once per rank of its model",
-    copies=True,
-)
-def gather_with_gradients(original: Callable, *args: object, **kwargs: object) -> object:
-    """Gather as `gather_by_process` does."""
-    return gather_by_process(original, *args, **kwargs)
 
 
 def check_gathered_examples() -> None:

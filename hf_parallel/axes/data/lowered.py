@@ -88,7 +88,7 @@ def keep_copies() -> None:
 def drop_copies() -> None:
     """Forget all copies, before weights are cast: torch exchanges none that anybody refers to weakly."""
     for lowered in _users:
-        lowered.drop()
+        lowered._copies.clear()
 
 
 def leave_layer(layer: nn.Module) -> None:
@@ -123,10 +123,6 @@ class Lowered:
         self._mode: tuple[bool, bool] | None = None  # of the last call: training, with gradients
         _users.add(self)
 
-    def drop(self) -> None:
-        """Forget all copies."""
-        self._copies.clear()
-
     def begin(self, training: bool, tokens: torch.Size) -> None:
         """Before a call: copies are kept for calls whose backward passes are still to come, and for the next token."""
         former, self._mode = self._mode, (training, torch.is_grad_enabled())
@@ -135,7 +131,7 @@ class Lowered:
             self._used = False  # what went through them has changed nothing
             return
         if former is not None and former[0] != training:
-            self.drop()  # frozen weights may have been merged with adapters
+            self._copies.clear()  # frozen weights may have been merged with adapters
         elif self._used or former != self._mode or not (self._mode[1] or tokens[1:2] == (1,)):
             self.forget()
 

@@ -278,11 +278,6 @@ def is_known(trainer: Trainer) -> bool:
     return count_trl_rows_per_example(trainer) is not None or online.is_trainer_among(trainer, online.TRAINERS)
 
 
-def has_known_loss(trainer: Trainer) -> bool:
-    """Is it one of TRL's trainers, with TRL's loss?"""
-    return is_known(trainer) and trainer.compute_loss_func is None
-
-
 def does_only_offload_in_steps(trainer: Trainer) -> bool:
     """Is its `training_step` that of Trainer, but for activations on the host, which it has not asked for?"""
     kind = next((cls for cls in type(trainer).__mro__ if "training_step" in vars(cls)), None)
