@@ -210,8 +210,10 @@ def load_whole_weights(
     """
     parts = {name: value for name, value in state_dict.items() if isinstance(value, DTensor)}
     of_stage = getattr(state_dict, "is_part_of_model", False)
+    if not (parts or of_stage):
+        return original(self, state_dict, *args, **kwargs)
     is_parallel = any("_hf_parallel" in vars(module) for module in self.modules())
-    if not (parts or of_stage) or is_parallel or any(isinstance(p, DTensor) for p in self.parameters()):
+    if is_parallel or any(isinstance(p, DTensor) for p in self.parameters()):
         return original(self, state_dict, *args, **kwargs)
     if of_stage:
         what = f"{type(self).__name__}.load_state_dict of a model under pp_size={runtime.mesh().size('pp')}"

@@ -151,6 +151,16 @@ class Bench:
         found = self.compare(ranks, reference, chosen)
         return ("differs" if found else "equal"), found
 
+    def check(self, chosen: Choices, spec: str, may_end: tuple[str, ...] = ("equal",)) -> None:
+        """Fail, with the words, unless the script ends in one of these ways."""
+        ended, words = self.try_script(chosen, spec)
+        assert ended in may_end, "\n".join([f"{ended}: {spec}: {self.kind.show(chosen)}", *words[:20]])
+
+    def check_drawn(self, seed: int) -> None:
+        """Fail unless the script and the layout of this number are equal to one process, or refused in words."""
+        chosen = self.kind.draw(seed)
+        self.check(chosen, draw_layout(seed, chosen), ("equal", "refused", "no script"))
+
     def compare(self, ranks: list[dict[str, Any]], reference: dict[str, Any], chosen: Choices) -> list[str]:
         """Return every difference in words. Of a run that was resumed only what comes after it is compared."""
         relative, weights = self.kind.tolerances(chosen)

@@ -7,8 +7,7 @@ mended.
 import pytest
 
 from tests.drawn import loops, trainers
-from tests.drawn.bench import Bench, draw_layout
-from tests.training import none
+from tests.drawn.bench import Bench
 
 KINDS = {"trainers": trainers.KIND, "loops": loops.KIND}
 FOUND = {
@@ -61,9 +60,7 @@ def benches():
 @pytest.mark.parametrize("case", FOUND)
 def test_found_scripts(benches, case):
     name, spec, choices = FOUND[case]
-    ended, words = benches[name].try_script(KINDS[name].read(choices), spec)
-    none(words)
-    assert ended == "equal"
+    benches[name].check(KINDS[name].read(choices), spec)
 
 
 def test_a_loss_that_reads_the_target_at_the_first_token(benches):
@@ -78,7 +75,4 @@ def test_a_loss_that_reads_the_target_at_the_first_token(benches):
 @pytest.mark.parametrize("name", KINDS)
 def test_drawn_scripts(benches, name, seed):
     """Each is equal to one process or refused in words."""
-    chosen = KINDS[name].draw(seed)
-    spec = draw_layout(seed, chosen)
-    ended, words = benches[name].try_script(chosen, spec)
-    assert ended in ("equal", "refused", "no script"), "\n".join([f"{spec}: {KINDS[name].show(chosen)}", *words[:20]])
+    benches[name].check_drawn(seed)

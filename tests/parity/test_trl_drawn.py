@@ -8,9 +8,8 @@ import pytest
 pytest.importorskip("trl")
 pytest.importorskip("peft")
 
-from tests.drawn.bench import Bench, draw_layout
+from tests.drawn.bench import Bench
 from tests.drawn.trl_scripts import KINDS, TRAINERS
-from tests.training import none
 
 FOUND = {
     "label smoothing in an evaluation": ("sft", "dp_shard=2", "label_smoothing_factor=0.1 ; eval_rows=17"),
@@ -34,17 +33,11 @@ def benches():
 @pytest.mark.parametrize("case", FOUND)
 def test_found_scripts(benches, case):
     trainer, spec, choices = FOUND[case]
-    ended, words = benches[trainer].try_script(KINDS[trainer].read(choices), spec)
-    none(words)
-    assert ended == "equal"
+    benches[trainer].check(KINDS[trainer].read(choices), spec)
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_drawn_scripts(benches, trainer, seed):
     """Each is equal to one process or refused in words."""
-    kind = KINDS[trainer]
-    chosen = kind.draw(seed)
-    spec = draw_layout(seed, chosen)
-    ended, words = benches[trainer].try_script(chosen, spec)
-    assert ended in ("equal", "refused", "no script"), "\n".join([f"{spec}: {kind.show(chosen)}", *words[:20]])
+    benches[trainer].check_drawn(seed)

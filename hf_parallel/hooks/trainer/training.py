@@ -308,9 +308,9 @@ def check_unshared_loader(trainer: Trainer, batches: list) -> None:
     Trainers that make a `DataLoader` of their own, such as those of streams of batches, may leave out `prepare`.
     """
     mesh, state = runtime.mesh(), runtime.find_parallel_state(trainer.model)
-    if state is None or mesh.data_size == 1 or not batches:
+    if state is None or mesh.data_size == 1:
         return
-    if state.batches.is_equal_on_data_ranks(batches[0]):
+    if state.batches.is_equal_on_data_ranks(batches[0] if batches else None):  # all ask, also one without a batch
         name = "dp_shard_size" if mesh.config.dp_shard_size > 1 else "dp_replicate_size"
         why = (
             f"get_train_dataloader of {type(trainer).__name__} gives all {mesh.data_size} data ranks the same batches"
