@@ -371,12 +371,8 @@ def load(chosen: Choices, folder: str) -> Any:
     return model
 
 
-def script(chosen: Choices, folder: str, out: str, spec: str | None, part: str = "whole") -> dict[str, Any]:
-    """What the script does and finds, by name. `part` is whole, or what comes "before" a stop or "after" it."""
-    data_ranks = activate(spec)
-    torch.manual_seed(5)
-    keeper = Keeper()
-    trainer = make(chosen, load(chosen, folder), out, data_ranks, keeper, 3 if part == "before" else None)
+def train_as_chosen(trainer: Trainer, chosen: Choices, part: str) -> dict[str, Any]:
+    """Evaluate first, train and train again as the script does; what it finds, by name."""
     found: dict[str, Any] = {}
     if chosen["twice"] == "evaluates_first":
         found["evaluated first"] = trainer.evaluate()
@@ -384,6 +380,16 @@ def script(chosen: Choices, folder: str, out: str, spec: str | None, part: str =
     found["train"] = {**result.metrics, "training_loss": result.training_loss, "steps": result.global_step}
     if chosen["twice"] == "trains_again":
         found["trained again"] = trainer.train().metrics
+    return found
+
+
+def script(chosen: Choices, folder: str, out: str, spec: str | None, part: str = "whole") -> dict[str, Any]:
+    """What the script does and finds, by name. `part` is whole, or what comes "before" a stop or "after" it."""
+    data_ranks = activate(spec)
+    torch.manual_seed(5)
+    keeper = Keeper()
+    trainer = make(chosen, load(chosen, folder), out, data_ranks, keeper, 3 if part == "before" else None)
+    found = train_as_chosen(trainer, chosen, part)
     if chosen["twice"] == "new_trainer":
         trainer = make(chosen, trainer.model, out, data_ranks, keeper, None)
         found["new trainer"] = trainer.train().metrics

@@ -427,13 +427,7 @@ def run_script(
     torch.manual_seed(5)
     keeper = Keeper()
     made = make(trainer, chosen, folder, out, data_ranks, keeper, 3 if part == "before" else None)
-    found: dict[str, Any] = {}
-    if chosen["twice"] == "evaluates_first":
-        found["evaluated first"] = made.evaluate()
-    result = made.train(resume_from_checkpoint=True if part == "after" else None)
-    found["train"] = {**result.metrics, "training_loss": result.training_loss, "steps": result.global_step}
-    if chosen["twice"] == "trains_again":
-        found["trained again"] = made.train().metrics
+    found = trainers.train_as_chosen(made, chosen, part)
     found["evaluate"] = made.evaluate()
     if chosen["twice"] == "evaluates_raw":
         found["evaluated raw"] = made.evaluate(build_data(trainer, chosen, 9, 21), metric_key_prefix="raw")

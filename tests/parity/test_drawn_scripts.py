@@ -42,6 +42,10 @@ FOUND = {
         "bf16=True ; bf16_full_eval=True ; eval_strategy='epoch'",
     ),
     "evaluation of a last batch in a loop": ("loops", "dp_shard=2", "eval_rows=13"),
+    "batches skipped of a map-style data set that rank 0 reads": (
+        *("loops", "dp_shard=2"),
+        "rows=31 ; epochs=2 ; dispatch_batches=True ; resumes=True",
+    ),
     "shares of a map-style data set that rank 0 reads": (
         *("loops", "dp_replicate=2,batch_shares=3:1"),
         "dispatch_batches=True",
