@@ -111,7 +111,7 @@ def skip_first_batches(original: Callable, dataloader: DataLoader, num_batches: 
     read = num_batches
     if hasattr(dataloader, "slice_fn") and not isinstance(dataloader.dataset, IterableDataset):
         # Rank 0 reads a batch of the sampler for each data rank, and accelerate skips batches of the sampler.
-        read *= 1 if dataloader.split_batches else runtime.mesh().data_size
+        read *= 1 if getattr(dataloader, "split_batches", False) else runtime.mesh().data_size
     rest, place = original(dataloader, read), getattr(dataloader, "_place", None)
     for name in ("_drop_last", "_non_blocking"):
         if hasattr(dataloader, name):
