@@ -127,6 +127,11 @@ def mixtral_idle(**changes: Any) -> MixtralConfig:
     return mixtral(**{"num_local_experts": 8, "num_experts_per_tok": 1, **changes})
 
 
+def mixtral_narrow(**changes: Any) -> MixtralConfig:
+    """Mixtral whose experts grouped products take, and not the half of one, nor one in 16 bits."""
+    return mixtral(**{"intermediate_size": 12, **changes})
+
+
 def qwen3_moe(**changes: Any) -> Qwen3MoeConfig:
     """Qwen3-MoE: q/k norms, narrow experts in every other layer."""
     own = {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -419,6 +424,7 @@ CONFIGS = {
     "mixtral": mixtral,
     "mixtral_balanced": mixtral_balanced,
     "mixtral_idle": mixtral_idle,
+    "mixtral_narrow": mixtral_narrow,
     "mixtral_one": mixtral_idle,
     "qwen3_moe": qwen3_moe,
     "deepseek_moe": deepseek_moe,

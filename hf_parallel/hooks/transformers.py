@@ -1,8 +1,9 @@
-"""Functions of transformers that count, ask or draw for one process: box counts, files of the Hub, NEFTune's noise."""
+"""Functions of transformers that count, ask, draw or multiply for one process: boxes, files of the Hub, noise, experts."""
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -53,6 +54,23 @@ def ask_hub(original: Callable, method: str, url: str, **kwargs: object) -> obje
     if method in ("HEAD", "GET") and url.startswith(constants.ENDPOINT) and hub.why_no_hub_answers():
         kwargs["max_retries"] = 0
     return original(method, url, **kwargs)
+
+
+# ---- Experts whose part on a rank is narrower than the kernel reads -------------------------------------------------
+
+
+@patch("transformers.integrations.moe:_can_use_grouped_mm", "takes a kernel that stops where no 16 bytes divide a row")
+def can_group_products(original: Callable, input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> bool:
+    """Take Transformers' loop over experts where a part's rows are no multiples of 16 bytes, in the layer's dtype."""
+    wide = [size for size in weight.shape[-2:] if size * weight.element_size() % 16]
+    if wide and not torch.compiler.is_compiling() and runtime.mesh().rank == 0:
+        each = 16 // weight.element_size()
+        warnings.warn(
+            f"hf_parallel: experts are computed one after another, which is slow: {wide[0]} columns of one are on a "
+            f"rank, and grouped products take multiples of {each}; a smaller tp_size, or ep_size, makes them wider",
+            stacklevel=2,
+        )
+    return not wide and original(input, weight, offs)
 
 
 # ---- NEFTune: noise on embeddings, of a size that follows from how many tokens an example has -----------------------
