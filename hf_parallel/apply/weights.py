@@ -36,7 +36,7 @@ from hf_parallel.axes.tensor.layers import TensorParallelLayer
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
 from hf_parallel.checkpoint import full_state_dict as gather_state
 from hf_parallel.checkpoint.slices import find_local_part, list_axes_and_dims, read_part
-from hf_parallel.model.anatomy import StoredOrder, get_text_config
+from hf_parallel.model.anatomy import StoredOrder
 from hf_parallel.ranks import assert_all_ranks
 from hf_parallel.ranks.mesh import get_stored, place_as
 from hf_parallel.ranks.steps import call_before_steps
@@ -206,32 +206,52 @@ def resize_token_embeddings(
     if new_rows == rows:
         return embedding
     assert_all_ranks("resize_token_embeddings")
-    # The parameters that change, each with the one it is tied to, or itself; the embedding's is the first
+    # The parameters of embedding and head, and whatever shares them: an encoder's embedding, BERT's bias of the head
     modules = {id(module): name for name, module in model.named_modules()}
     head = model.get_output_embeddings()
     ends = {modules[id(end)]: end for end in (embedding, head) if end is not None}
     tied = dict(getattr(model, "_hf_parallel_tied_keys", None) or {})
     leaves = ((name, leaf) for name, end in ends.items() for leaf in ("weight", "bias"))
     present = [f"{name}.{leaf}" for name, leaf in leaves if getattr(ends[name], leaf, None) is not None]
-    others = (set(tied) | set(tied.values())) - set(present)
-    plain = isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear | None) and present[0] not in tied
-    adapted = any(getattr(end, "adapted", False) or hasattr(end, "base_layer") for end in ends.values())
-    if not plain or adapted or others or getattr(model, "is_loaded_in_4bit", False):
+    sources = {name: tied.get(name, name) for name in (*present, *tied, *tied.values())}
+    changed = {sources[name] for name in present}
+    names = {name: source for name, source in sources.items() if source in changed}
+    owners = [model.get_submodule(name.rpartition(".")[0]) for name in names]
+    plain = isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear | None)
+    adapted = any(getattr(owner, "adapted", False) or hasattr(owner, "base_layer") for owner in owners)
+    if not plain or adapted or not _is_resize_known(model) or getattr(model, "is_loaded_in_4bit", False):
         raise NotImplementedError(
             f"hf_parallel: resize_token_embeddings from {rows} to {new_rows} rows of a {type(model).__name__} is not "
             "part of this version; resize and save the model in one process first"
         )
-    names = {name: tied.get(name, name) for name in present}
-    whole = _make_resized_weights(model, names, new_rows, mean_resizing)
+    whole = _make_resized_weights(model, {name: names[name] for name in present}, new_rows, mean_resizing)
     _place_resized_weights(model, names, whole, new_rows)
-    get_text_config(model).vocab_size = model.vocab_size = new_rows
+    model.config.get_text_config().vocab_size = model.vocab_size = new_rows
+    if hasattr(model.config, "decoder_vocab_size"):
+        model.config.decoder_vocab_size = new_rows
+    if hasattr(model, "final_logits_bias"):
+        model._resize_final_logits_bias(new_rows)
     return model.get_input_embeddings()
+
+
+def _is_resize_known(model: PreTrainedModel) -> bool:
+    """Return whether nothing but embedding, head and what BART adds to logits grows with the vocabulary.
+
+    Not in Marian with two vocabularies and not in Gemma 3n, whose layers have embeddings of their own.
+    """
+    if type(model).resize_token_embeddings.__qualname__.startswith("PreTrainedModel."):
+        return True
+    return hasattr(model, "final_logits_bias") and getattr(model.config, "share_encoder_decoder_embeddings", True)
 
 
 def _make_resized_weights(
     model: PreTrainedModel, names: dict[str, str], rows: int, mean: bool
 ) -> dict[str, torch.Tensor]:
-    """Return rank 0's new weights, whole, by name. They are drawn on the host, as after `from_pretrained`."""
+    """Return rank 0's new weights, whole, by name. They are drawn on the host, as after `from_pretrained`.
+
+    Args:
+        names: the embedding's weight, the head's weight and bias, where there are; and what each is tied to, or itself.
+    """
     mesh, wanted, whole = model._hf_parallel.mesh, set(names.values()), {}
     gathered = gather_state(model, mesh, wanted=wanted.__contains__)
     for name in sorted(wanted):
@@ -241,21 +261,21 @@ def _make_resized_weights(
         dist.broadcast(sent, src=0)
         whole[name] = sent.cpu()
     del gathered, sent
-    first, *others = names
+    (_, kept), *others = names.items()
     embedding = nn.Embedding(1, 1, device="meta")
-    embedding.num_embeddings, embedding.embedding_dim = whole[first].shape
-    embedding.weight, embedding.padding_idx = nn.Parameter(whole[first]), model.get_input_embeddings().padding_idx
-    found = {first: model._get_resized_embeddings(embedding, rows, None, mean).weight}
+    embedding.num_embeddings, embedding.embedding_dim = whole[kept].shape
+    embedding.weight, embedding.padding_idx = nn.Parameter(whole[kept]), model.get_input_embeddings().padding_idx
+    found = {kept: model._get_resized_embeddings(embedding, rows, None, mean).weight}
     if others:
-        weight, *bias = others
-        head = nn.Linear(1, 1, bias=bool(bias), device="meta")
-        head.weight = embedding.weight if names[weight] == first else nn.Parameter(whole[weight])
-        if bias:
-            head.bias = nn.Parameter(whole[bias[0]])
+        head = nn.Linear(1, 1, bias=len(others) > 1, device="meta")
+        for name, source in others:
+            setattr(head, name.rpartition(".")[2], embedding.weight if source == kept else nn.Parameter(whole[source]))
         head.out_features, head.in_features = head.weight.shape
         resized = model._get_resized_lm_head(head, rows, mean_resizing=mean)
-        found.update({name: getattr(resized, name.rpartition(".")[2]) for name in others if names[name] == name})
-    old = whole[first].shape[0]
+        if resized.bias is not None:  # a tied head counts as resized, and Transformers fills its bias with zeros
+            resized.bias.data = nn.functional.pad(resized.bias.data, (0, rows - len(resized.bias)))
+        found = {source: getattr(resized, name.rpartition(".")[2]) for name, source in others} | found
+    old = whole[kept].shape[0]
     made = {name: tensor.detach().to(mesh.device) for name, tensor in found.items()}
     for tensor in made.values() if rows > old else ():  # the new rows of rank 0, should ranks have drawn others
         drawn = tensor[old:].contiguous()
@@ -268,31 +288,30 @@ def _place_resized_weights(
     model: PreTrainedModel, names: dict[str, str], whole: dict[str, torch.Tensor], rows: int
 ) -> None:
     """Put each rank's part in the place of the former one."""
-    state, ends = model._hf_parallel, (model.get_input_embeddings(), model.get_output_embeddings())
-    local = [end for end in ends if end is not None and not isinstance(end, StandIn)]
+    state, ends = model._hf_parallel, {model.get_submodule(name.rpartition(".")[0]) for name in names}
+    local = [end for end in ends if not isinstance(end, StandIn)]
     trained = {name: model.get_parameter(name).requires_grad for name in names}
     for module in iterate_sharded_modules(state.root):
         module.reshard()
     remove_late_parameters(state.root, local)
-    tied = [name for name, source in names.items() if name != source]
-    for name in (*whole, *tied):
-        path, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(path)
-        if name in whole:
-            parameter = nn.Parameter(whole[name], requires_grad=trained[name])
-        else:
-            parameter = model.get_parameter(names[name])
-        if isinstance(owner, StandIn):
-            owner.register_parameter(leaf, parameter)
-        else:
-            owner._parameters[leaf] = parameter
-        if name in whole and isinstance(owner, TensorParallelLayer):
-            shard_parameter(owner, leaf, state.mesh["tp"], 0, state.mesh.device)
+    for source, tensor in whole.items():
+        same = [name.rpartition(".") for name, kept in names.items() if kept == source]
+        places = [(model.get_submodule(path), leaf) for path, _, leaf in same]
+        places.sort(key=lambda place: not isinstance(place[0], TensorParallelLayer))  # the first one cuts the others'
+        parameter = nn.Parameter(tensor, requires_grad=trained[source])
+        for number, (owner, leaf) in enumerate(places):
+            if isinstance(owner, StandIn):
+                owner.register_parameter(leaf, parameter)
+            else:
+                owner._parameters[leaf] = parameter
+            if number == 0 and isinstance(owner, TensorParallelLayer):
+                shard_parameter(owner, leaf, state.mesh["tp"], 0, state.mesh.device)
+                parameter = owner.get_parameter(leaf)
     for end in (getattr(end, "real", end) for end in ends):
         if isinstance(end, nn.Embedding):
             end.num_embeddings = rows
             end.padding_idx = None if end.padding_idx is not None and end.padding_idx >= rows else end.padding_idx
-        elif end is not None:
+        elif hasattr(end, "out_features"):
             end.out_features = rows
     if state.mesh.config.sharing_size > 1:
         add_late_parameters(state.root)

@@ -1,4 +1,4 @@
-"""Functions of transformers that count, ask, draw or multiply for one process: boxes, files of the Hub, noise, experts."""
+"""Functions of transformers that count, ask, draw or multiply for one process: boxes, files, noise, experts."""
 
 from __future__ import annotations
 

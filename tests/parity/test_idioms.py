@@ -15,10 +15,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Trainer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    BertForMaskedLM,
+    MarianConfig,
+    MarianMTModel,
+    Trainer,
+)
 from transformers.pytorch_utils import Conv1D
 
 import hf_parallel
+from tests import models
 from tests.distributed import run, run_alone, run_alone_once
 from tests.rows import Rows
 from tests.training import activate, axes, close, fit, none, tensor_differences, trainer_of
@@ -139,17 +148,55 @@ def test_what_needs_values_of_another_stage_is_refused_by_name(initial):
     assert "size=(515, 64)" in run(read, 2, init=False)[0]
 
 
-def test_an_embedding_with_more_ties_than_a_head_is_not_resized(runs):
-    """T5's two stacks share theirs."""
+def resize_and_step(folder, rows, spec=None):
+    """Change the vocabulary of a model of two stacks, or of one whose head has a bias, and take a step."""
+    activate(spec)
+    torch.manual_seed(7)
+    kind = AutoModelForMaskedLM if "masked" in folder else AutoModelForSeq2SeqLM
+    model = kind.from_pretrained(folder).eval()
+    embedding = model.resize_token_embeddings(rows)
+    found = {
+        "sizes": (embedding.num_embeddings, model.config.vocab_size),
+        "weights": hf_parallel.full_state_dict(model),
+    }
+    tokens = torch.randint(5, rows, (2, 9), generator=torch.Generator().manual_seed(1))
+    outputs = model(input_ids=tokens, labels=tokens)
+    outputs.loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    after = {name: tensor.clone() for name, tensor in hf_parallel.full_state_dict(model).items()}
+    return {**found, "logits": outputs.logits.shape, "after": after, "next": torch.rand(1).item()}
 
-    folder = runs.initial("t5")
+
+@pytest.mark.parametrize("rows", [ROWS + 7, ROWS - 6])
+@pytest.mark.parametrize("name", ["t5", "bart", "bert"])
+def test_an_embedding_with_more_ties_than_a_head_is_resized(runs, name, rows):
+    """T5's and BART's stacks share theirs, BART adds a bias to logits, and BERT's bias of the head has two names."""
+    folder = runs.initial(name)
+    if name == "bert":
+        folder += "-masked"
+        run_alone(lambda: BertForMaskedLM(models.bert(tie_word_embeddings=True)).save_pretrained(folder))
+    expected = run_alone(partial(resize_and_step, folder, rows))
+    for spec in ("dp_shard=2", "dp_shard=2,tp=2"):
+        first, *others = run(partial(resize_and_step, folder, rows, spec), axes(spec)["world"], init=False)
+        for found in (first, *others):
+            assert [found[key] for key in ("sizes", "logits", "next")] == [
+                expected[key] for key in ("sizes", "logits", "next")
+            ]
+        torch.testing.assert_close(first["weights"], expected["weights"], rtol=0, atol=0)
+        torch.testing.assert_close(first["after"], expected["after"], rtol=0, atol=2e-6)
+
+
+def test_what_else_grows_with_a_vocabulary_is_told():
+    """Marian with two vocabularies has its own way to resize the decoder's."""
 
     def resize():
         activate("dp_shard=2")
-        model = AutoModelForSeq2SeqLM.from_pretrained(folder)
-        rows = model.config.vocab_size
-        with pytest.raises(NotImplementedError, match=f"{rows} .*{rows + 1} .*T5.*; .*save"):
-            model.resize_token_embeddings(rows + 1)
+        sizes = {"vocab_size": 15, "decoder_vocab_size": 17, "d_model": 8, "share_encoder_decoder_embeddings": False}
+        sizes |= {"encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 1, "tie_word_embeddings": False}
+        sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+        model = hf_parallel.parallelize(MarianMTModel(MarianConfig(**sizes)))
+        with pytest.raises(NotImplementedError, match="15 .*16 .*MarianMTModel.*; .*save"):
+            model.resize_token_embeddings(16)
 
     run(resize, 2, init=False)
 
