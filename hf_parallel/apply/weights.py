@@ -250,7 +250,7 @@ def _make_resized_weights(
     """Return rank 0's new weights, whole, by name. They are drawn on the host, as after `from_pretrained`.
 
     Args:
-        names: the embedding's weight, the head's weight and bias, where there are; and what each is tied to, or itself.
+        names: the embedding's weight, the head's weight and bias, if there are; and what each is tied to, or itself.
     """
     mesh, wanted, whole = model._hf_parallel.mesh, set(names.values()), {}
     gathered = gather_state(model, mesh, wanted=wanted.__contains__)

@@ -101,7 +101,16 @@ def full_state_dict(
         wanted: by name, the same answer on all ranks; default: all.
     """
     entries = [entry for entry in list_entries(model, mesh) if wanted is None or wanted(entry.name)]
-    return dict(stream_tensors([Group((entry,), (entry,)) for entry in entries], model.state_dict(), mesh, limit=0))
+    whole = dict(stream_tensors([Group((entry,), (entry,)) for entry in entries], model.state_dict(), mesh, limit=0))
+    named = {name.replace(".base_layer.", "."): name for name in whole}
+    for path, inner in model.named_modules():  # tied inside adapters: one memory, of which files take one name
+        ties = vars(inner).get("_hf_parallel_tied_keys") or {}
+        for one, other in (
+            (named.get(f"{path}.{key}"), named.get(f"{path}.{source}")) for key, source in ties.items()
+        ):
+            if one is not None and other is not None:
+                whole[one] = whole[other]
+    return whole
 
 
 def list_entries(model: nn.Module, mesh: ParallelMesh) -> list[Entry]:

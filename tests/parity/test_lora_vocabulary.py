@@ -1,10 +1,14 @@
 """Adapters of a model whose vocabulary was resized: peft saves its embedding and head beside them."""
 
+from functools import partial
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests import models
+from tests.distributed import run, run_alone
 from tests.rows import data
 from tests.training import activate, fit, over, trainer_of
 
@@ -42,3 +46,24 @@ def test_as_in_one_process(runs, lora, spec):
 def test_embeddings_that_are_asked_for(runs, spec):
     """`save_embedding_layers=True` of a vocabulary as it was; of a tied one under both names."""
     runs.compare(script, spec, runs.initial("odd"), "adapters", 515, True)
+
+
+def save_in_a_loop(folder, out, spec=None):
+    """The names and values in the file of `accelerator.save_model`."""
+    from accelerate import Accelerator
+    from peft import LoraConfig, get_peft_model
+
+    activate(spec)
+    accelerator, model = Accelerator(cpu=True), AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(models.SEED)
+    model = accelerator.prepare(get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "lm_head"])))
+    accelerator.save_model(model, out)
+    accelerator.wait_for_everyone()
+    return load_file(f"{out}/model.safetensors")
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "pp=2"])
+def test_a_tied_head_is_saved_once(runs, tmp_path, spec):
+    expected = run_alone(partial(save_in_a_loop, runs.initial("odd"), f"{tmp_path}/one"))
+    found = run(partial(save_in_a_loop, runs.initial("odd"), f"{tmp_path}/all", spec), 2, init=False)
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=0)

@@ -18,8 +18,8 @@ from torch.utils.data import BatchSampler, IterableDataset
 from transformers.utils import ModelOutput
 
 from hf_parallel.ask.spec import refuse
-from hf_parallel.hooks import report, runtime
-from hf_parallel.hooks.accelerate.processes import Place, RandomStream, read_loader_from
+from hf_parallel.hooks import runtime
+from hf_parallel.hooks.accelerate.processes import CountedBatch, Place, RandomStream, read_loader_from
 from hf_parallel.hooks.accelerate.shares import check_loader, does_drop_last, is_ragged, part_of_stream
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer.rows import (
@@ -90,14 +90,9 @@ def _shard_by_data_rank(prepared: DataLoaderShard, shared: bool) -> object:
         return prepared
     shard = prepared.dataset
     if isinstance(shard, IterableDatasetShard) and not isinstance(shard.dataset, CountedStream):
-        if prepared.num_workers == 0:
-            shard.dataset = CountedStream(shard.dataset, shard)
-        elif not shard.drop_last:  # worker processes cannot tell what they have read
-            report.say(
-                f"dispatch_batches=False with dataloader_num_workers={prepared.num_workers}: rows that only fill the "
-                "last batch of a stream count twice; dispatch_batches=True, or dataloader_drop_last=True, leaves them "
-                "out"
-            )
+        shard.dataset = stream = CountedStream(shard.dataset, shard)
+        if prepared.num_workers > 0 and not shard.drop_last:
+            prepared.base_dataloader.collate_fn = CountingCollator(prepared.base_dataloader.collate_fn, stream)
     read_loader_from(prepared, Place(prepared, RandomStream.here() if shared else None))
     return prepared
 
@@ -159,6 +154,7 @@ class CountedStream(IterableDataset):
 
     dataset: Any
     shard: Any  # accelerate's, which held the data set
+    new: int = 0  # in a worker process, once the stream has ended
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["dataset"], name)
@@ -169,14 +165,26 @@ class CountedStream(IterableDataset):
     def __iter__(self) -> Iterator:
         from accelerate.state import GradientState
 
-        shard, count = self.shard, 0
+        shard, count, self.new = self.shard, 0, 0
         for example in self.dataset:
             count += 1
             yield example
-        loader: Any = GradientState().active_dataloader
         full = shard.batch_size * (1 if shard.split_batches else shard.num_processes)
+        self.new = count % full
+        loader: Any = GradientState().active_dataloader
         if not shard.drop_last and getattr(loader, "dataset", None) is shard:
-            loader.remainder = count % full
+            loader.remainder = self.new
+
+
+@dataclass
+class CountingCollator:
+    """Makes batches in a worker process, and counts the new rows of its last one."""
+
+    collate: Callable
+    stream: CountedStream
+
+    def __call__(self, examples: list) -> CountedBatch:
+        return CountedBatch(self.collate(examples), self.stream.new)
 
 
 class _DataRanks(int):

@@ -19,13 +19,13 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from hf_parallel.hooks import runtime
+from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.patching import patch, replace, replacing
 from hf_parallel.ranks import desync, messages
 
@@ -198,12 +198,39 @@ class Place:
                 self._set_generators(before)
 
 
+class CountedBatch(NamedTuple):
+    """A batch of a stream as a worker process gives it. `new`: if it is the worker's last, how many of the sequences
+
+    of all data ranks do not only fill it; else 0.
+    """
+
+    batch: Any
+    new: int
+
+
 def read_loader_from(loader: DataLoaderShard, place: Place, empty: bool = False) -> None:
     """Read `loader` from `place` on."""
     base = loader.base_dataloader
     iterate = base.__iter__
-    base.__iter__ = lambda: place.batches(loader, iterate, empty)
+    base.__iter__ = lambda: place.batches(loader, lambda: _count_batches(loader, iterate()), empty)
     loader._place = place
+
+
+def _count_batches(loader: DataLoaderShard, batches: Iterator) -> Iterator:
+    """Tell the loader how many sequences of its last batch are new, where worker processes count them."""
+    new, told = 0, loader.iteration > 0
+    for batch in batches:
+        if isinstance(batch, CountedBatch):
+            if new and not told:
+                told = True
+                report.say(
+                    f"dataloader_num_workers={loader.num_workers}: each worker has a last batch of its own; all but "
+                    "the very last count sequences twice that only fill them; dataloader_num_workers=1, or "
+                    "dataloader_drop_last=True, leaves them out"
+                )
+            batch, new = batch
+            loader.remainder = new
+        yield batch
 
 
 def _list_loader_parts(loader: DataLoaderShard) -> list[object]:

@@ -222,8 +222,11 @@ def evaluate_real_rows(
         loss = (loss if step.weighted else means.weigh_loss(loss, step.share)).detach().float().clone()
         dist.all_reduce(loss, group=runtime.mesh().data_group)
         loss = loss / runtime.mesh().data_size
-        cut = getattr(dealt.active_dataloader, "remainder_by_length", dealt.remainder)
-        if dealt.end_of_dataloader and cut not in (-1, dealt.remainder) and not gathers_all:  # -1: of unknown length
+        loader = dealt.active_dataloader
+        cut = getattr(loader, "remainder_by_length", dealt.remainder)
+        if cut == -1 and hasattr(loader, "slice_fn"):  # one process too learns a stream's length where rank 0 reads it
+            cut = dealt.remainder
+        if dealt.end_of_dataloader and cut != dealt.remainder and not gathers_all:
             self.gather_function = functools.partial(_gather_losses, self, self.gather_function, cut)
     if step.real_rows is not None:
         # Full again where `gather_for_metrics` drops the repeats.
@@ -239,11 +242,12 @@ def evaluate_real_rows(
 def _gather_losses(trainer: Trainer, gather_rows: Callable, cut: int, losses: torch.Tensor) -> torch.Tensor:
     """Gather the loss of a last batch, repeated for each row, and cut it where one process does.
 
-    That is at the remainder of the data set's length, also where the sampler draws more, as TRL's does for its groups.
+    That is at the remainder of the data set's length, also where the sampler draws more, as TRL's does for its groups;
+    and not at all in a stream, whose length is -1.
     """
     trainer.gather_function = gather_rows
     gathered = trainer.accelerator.gather(losses)
-    return gathered[:cut] if cut else gathered
+    return gathered[:cut] if cut > 0 else gathered
 
 
 def _select_real_examples(trainer: Trainer, batch: rows.Batch, real: int, count: int, blocks: int) -> rows.Batch:
