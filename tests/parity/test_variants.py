@@ -34,7 +34,7 @@ def test_iterable_dataset(runs, spec, rows):
 @over("IterableDataset", "dp_shard=2", "pp=2,dp_shard=2")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_streams_that_each_process_reads(runs, spec, workers):
-    """A worker process tells what only fills its last batch, and the loss of an evaluation is cut as in one process."""
+    """A worker process tells what only fills its last batch; the loss of an evaluation is cut as in one process."""
     given = (("dataloader_num_workers", workers), ("accelerator_config", (("dispatch_batches", False),)))
     runs.check(Script(stream=True, uneven_lengths=True, arguments=given), spec)
 

@@ -224,7 +224,7 @@ def _count_batches(loader: DataLoaderShard, batches: Iterator) -> Iterator:
             if new and not told:
                 told = True
                 report.say(
-                    f"dataloader_num_workers={loader.num_workers}: each worker has a last batch of its own; all but "
+                    f"dataloader_num_workers={loader.num_workers}: each worker has its own last batch, and all but "
                     "the very last count sequences twice that only fill them; dataloader_num_workers=1, or "
                     "dataloader_drop_last=True, leaves them out"
                 )
