@@ -315,7 +315,7 @@ def _weigh_result(self: Trainer, result: Computed, targets: torch.Tensor | None)
             dist.all_reduce(total, group=mesh.data_group)
             share = torch.where(total[1] == mesh.data_size, count[0] * mesh.data_size / total[0], share)
         loss = means.weigh_loss(loss, share)
-        of_trl = trl.is_known(self) and self.compute_loss_func is None
+        of_trl = trl.is_known(self) and self.compute_loss_func is None and not trl.is_loss_of_subclass(self)
         if not result["known"] and not record.told_unknown and is_own(self) and not of_trl:
             record.told_unknown = True
             report.say(

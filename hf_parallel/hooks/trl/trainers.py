@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -237,9 +238,21 @@ def is_sft(trainer: Trainer) -> bool:
 
 def count_targets_of_mean(trainer: Trainer, batch: dict) -> torch.Tensor | None:
     """Over how many targets SFT's own loss is a mean where it is given no count, as before an evaluation in 5.23."""
-    if not is_sft(trainer) or trainer.compute_loss_func is not None:
+    if not is_sft(trainer) or trainer.compute_loss_func is not None or is_loss_of_subclass(trainer):
         return None
     return (batch["labels"][..., 1:] != -100).sum().float()
+
+
+def is_loss_of_subclass(trainer: Trainer) -> bool:
+    """Return whether a subclass of a trainer of TRL's computes a loss without TRL's: its code names no `compute_loss`."""
+    for kind in type(trainer).__mro__:
+        if kind.__module__.startswith("trl."):
+            return False
+        own = vars(kind).get("compute_loss")
+        code = getattr(inspect.unwrap(own), "__code__", None) if callable(own) else None
+        if code is not None and "compute_loss" not in code.co_names:
+            return True
+    return False
 
 
 @dataclass
