@@ -149,7 +149,8 @@ class Prepared(Session):
 def _test_cuts(engine: StageRunner, batch: Batch, made: list[Made], loss_of: Loss) -> torch.Tensor:
     """Return for each of `CUTS` whether the losses of parts make up that of the batch, on disturbed outputs."""
     generator = torch.Generator().manual_seed(0)  # ranks that share a sequence or a vocabulary disturb alike
-    disturbed = _disturb_batch(engine, batch, generator)
+    padding = getattr(engine.model.config, "pad_token_id", None)
+    disturbed = disturb_batch(padding, batch, generator)
     outputs = [_disturb_output(one.output, generator) for one in made]
     with torch.no_grad():
 
@@ -194,9 +195,12 @@ def _disturb_output(output: ModelOutput, generator: torch.Generator) -> ModelOut
     return _with_hidden(output, hidden + noise * hidden.float().std().to(hidden.dtype))
 
 
-def _disturb_batch(engine: StageRunner, batch: Batch, generator: torch.Generator) -> Batch:
-    """Remove tokens at the end of each row, more in some: then a mean over tokens is no mean over examples."""
-    padding = getattr(engine.model.config, "pad_token_id", None)
+def disturb_batch(padding: int | None, batch: Batch, generator: torch.Generator) -> Batch:
+    """Remove tokens at the end of each row, more in some: then a mean over tokens is no mean over examples.
+
+    Args:
+        padding: the number of the token that stands where there is none, if the model has one.
+    """
     changed = dict(batch)
     for key, value in batch.items():
         if not torch.is_tensor(value) or value.dim() != 2 or value.is_floating_point():
@@ -372,10 +376,11 @@ def _find_cut_of_part(
         return plan.kinds[kind]
     rows, generator = count_rows(part), torch.Generator().manual_seed(0)
     each = plan.cut.rows
-    double = _disturb_batch(engine, _double_examples(part, each, rows), generator)
+    padding = getattr(engine.model.config, "pad_token_id", None)
+    double = disturb_batch(padding, double_examples(part, each, rows), generator)
     answers = []
     for output in outputs:
-        twice = _double_examples({"hidden": output["last_hidden_state"]}, each, rows)["hidden"]
+        twice = double_examples({"hidden": output["last_hidden_state"]}, each, rows)["hidden"]
         answers.append(_disturb_output(_with_hidden(output, twice), generator))
     with engine.mesh.fork_random_state():  # with gradients, for which a script may ask
         whole = compute(list(answers), dict(double)).detach().float()
@@ -390,7 +395,7 @@ def _find_cut_of_part(
     return plan.kinds.setdefault(kind, found[0])
 
 
-def _double_examples(batch: Batch, rows_each: int, rows: int) -> Batch:
+def double_examples(batch: Batch, rows_each: int, rows: int) -> Batch:
     """Return a batch with each example twice, so that `split_examples` cuts it into two equal halves."""
     doubled = dict(batch)
     for key, value in batch.items():

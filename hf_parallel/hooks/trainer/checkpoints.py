@@ -77,6 +77,9 @@ class TrainerRecord:
         weighs: does the script weigh means by the count of targets itself? None: not seen yet.
         computes: does the script's `compute_loss` run just now?
         evaluates: does its `prediction_step`?
+        knows_mean: is it known what the script's loss is a mean over, or that this cannot be known?
+        mean_over: a tensor of the batch that tells its targets, and whether the first of each sequence is none.
+        tries: is the script's loss computed only to look at it?
         told_unknown: has it been said that the script's loss is taken for a mean over rows?
         told_unreached: has it been said that steps of `profile_steps` come after the end?
         told_to_differ: metrics and wishes of callbacks of which it has been said that ranks differ.
@@ -100,6 +103,9 @@ class TrainerRecord:
     weighs: bool | None = None
     computes: bool = False
     evaluates: bool = False
+    knows_mean: bool = False
+    mean_over: tuple[str, bool] | None = None
+    tries: bool = False
     told_unknown: bool = False
     told_unreached: bool = False
     told_to_differ: set[str] = field(default_factory=set)

@@ -23,7 +23,7 @@ from hf_parallel.hooks import hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate.shares import cut_of
 from hf_parallel.hooks.logits_read import find_reader_before_trainer, has_own_compute_loss
 from hf_parallel.hooks.patching import patch, replacing
-from hf_parallel.hooks.trainer import bad_numbers, checkpoints, means
+from hf_parallel.hooks.trainer import bad_numbers, checkpoints, means, own_means
 from hf_parallel.hooks.trainer.bad_numbers import Joined, remember_counts
 from hf_parallel.hooks.trainer.checkpoints import record_of
 from hf_parallel.hooks.trl import online
@@ -137,10 +137,21 @@ def compute_loss(
     # Read the count now: scripts remove from a batch what they have read.
     items = bind_by_name(Trainer.compute_loss, (self, model, inputs, *args), kwargs).get("num_items_in_batch")
     targets = trl.count_targets_of_mean(self, inputs) if items is None else None
+    targets = own_means.count_targets_of_own_mean(self, inputs) if targets is None else targets
     record = record_of(self)
     record.step.weighted = True
     if state is None or engine is None:
-        return _weigh_result(self, _compute_settled_loss(self, inputs, call, items), targets)
+        wanted = runtime.mesh().data_size > 1 and is_own(self) and not _is_of_trl(self)
+        with own_means.watch_first_loss(self, model, inputs, wanted) as first:
+            result = _compute_settled_loss(self, inputs, call, items)
+        if first is not None:
+
+            def loss_of(stand_in: object, part: dict) -> torch.Tensor:
+                return _call_compute_loss(self, state, own, stand_in, part, args=args, kwargs=kwargs)["loss"]
+
+            own_means.find_mean(self, first, result["weighs"] or result["targets"] is not None, loss_of)
+            targets = own_means.count_targets_of_own_mean(self, first.batch)
+        return _weigh_result(self, result, targets)
     # Data ranks may have unlike numbers of rows in the last batch, and must all go the same way.
     trains = torch.is_grad_enabled() and record.step.real_rows is None
     cut = cut_of(self.accelerator.gradient_state)
@@ -315,8 +326,7 @@ def _weigh_result(self: Trainer, result: Computed, targets: torch.Tensor | None)
             dist.all_reduce(total, group=mesh.data_group)
             share = torch.where(total[1] == mesh.data_size, count[0] * mesh.data_size / total[0], share)
         loss = means.weigh_loss(loss, share)
-        of_trl = trl.is_known(self) and self.compute_loss_func is None and not trl.is_loss_of_subclass(self)
-        if not result["known"] and not record.told_unknown and is_own(self) and not of_trl:
+        if not result["known"] and not record.told_unknown and is_own(self) and not _is_of_trl(self):
             record.told_unknown = True
             report.say(
                 "the script's loss is taken for a mean over rows: if data ranks have different numbers of targets, it "
@@ -325,6 +335,11 @@ def _weigh_result(self: Trainer, result: Computed, targets: torch.Tensor | None)
                 "dataloader_drop_last=True"
             )
     return (loss, *outputs) if outputs else loss
+
+
+def _is_of_trl(trainer: Trainer) -> bool:
+    """Return whether TRL computes the loss, and it is known what that is a mean over."""
+    return trl.is_known(trainer) and trainer.compute_loss_func is None and not trl.is_loss_of_subclass(trainer)
 
 
 @contextlib.contextmanager
@@ -347,6 +362,8 @@ _OF_THE_END = {"train_loss", "total_flos"}
 def log(original: Callable, self: Trainer, logs: dict, *args: object, **kwargs: object) -> None:
     """Show on rank 0 what a script's loss has collected on the last stage."""
     state = runtime.find_parallel_state(self.model)
+    if record_of(self).tries:
+        return
     if state is not None and state.pipeline is not None and state.pipeline.pipelines.session is not None:
         # compute_loss runs on the last stage alone: the others log with it later
         record_of(self).step.logged.append(dict(logs))

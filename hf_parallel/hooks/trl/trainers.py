@@ -244,7 +244,7 @@ def count_targets_of_mean(trainer: Trainer, batch: dict) -> torch.Tensor | None:
 
 
 def is_loss_of_subclass(trainer: Trainer) -> bool:
-    """Return whether a subclass of a trainer of TRL's computes a loss without TRL's: its code names no `compute_loss`."""
+    """Return whether a subclass of one of TRL's trainers computes its loss alone: its code names no `compute_loss`."""
     for kind in type(trainer).__mro__:
         if kind.__module__.startswith("trl."):
             return False

@@ -1,0 +1,203 @@
+"""Find what a script's own loss is a mean over, so that data ranks with unlike numbers of targets weigh unlike.
+
+A loss that is a mean over tokens by the script's own arithmetic, `(losses * mask).sum() / mask.sum()`, knows the
+tokens of one data rank. The average over data ranks is the mean over all tokens only if each rank weighs as many as it
+has. The first batch shows it: a few of its examples are taken twice, tokens are hidden in them, noise is put on what
+the model gave for them, and the loss is computed from all and from both halves. No model runs for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from hf_parallel.axes.pipeline.batches import split_examples
+from hf_parallel.axes.pipeline.script_loss import disturb_batch, double_examples
+from hf_parallel.hooks import report
+from hf_parallel.hooks.patching import replacing
+from hf_parallel.hooks.trainer.bad_numbers import remember_counts
+from hf_parallel.hooks.trainer.checkpoints import record_of
+from hf_parallel.hooks.trainer.rows import JOINED, Batch, count_examples
+from hf_parallel.ranks import messages
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+#: A tensor of the batch that tells targets, and whether the first of each sequence is none; None: examples.
+Targets: TypeAlias = tuple[str, bool] | None
+Loss: TypeAlias = Callable[[Any, dict], torch.Tensor]
+
+#: Examples and tokens of the first batch that are looked at: logits of more would need memory that a step may lack.
+_EXAMPLES, _TOKENS = 4, 64
+
+
+@dataclass
+class FirstLoss:
+    """The batch of a loss that nobody has looked at yet, and what the model gave for it, call by call."""
+
+    batch: dict
+    outputs: list[Any] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def watch_first_loss(trainer: Trainer, model: nn.Module, batch: Batch, wanted: bool) -> Iterator[FirstLoss | None]:
+    """Keep what `find_mean` needs of the loss inside the `with`, if nobody has looked yet."""
+    if not wanted or record_of(trainer).knows_mean:
+        yield None
+        return
+    first = FirstLoss(dict(batch))
+    handle = model.register_forward_hook(lambda module, args, output: first.outputs.append(output))
+    try:
+        yield first
+    finally:
+        handle.remove()
+
+
+def find_mean(trainer: Trainer, first: FirstLoss, settled: bool, loss_of: Loss) -> None:
+    """Note in the trainer's record what its loss is a mean over. Collective over all ranks.
+
+    Args:
+        settled: the loss is known to be that of all data ranks' targets.
+        loss_of: the loss by what stands for the model, and a batch.
+    """
+    record, taken = record_of(trainer), None
+    if not settled and len(first.outputs) == 1 and JOINED not in first.batch:
+        taken = _take_examples(first)
+    names = [] if taken is None else _list_targets(taken[0])
+    held = messages.gather_objects(names)
+    if taken is None or any(names != other for other in held):
+        record.knows_mean = True
+        return
+    restore = remember_counts(trainer)
+    with replacing(record, tries=True), torch.no_grad(), torch.random.fork_rng([]):
+        found = _test_means(trainer.model, *taken, loss_of)
+    restore()
+    votes = [vote for vote in messages.gather_objects(found) if vote is not None]
+    if not votes:  # no rank's loss tells anything, as one of no targets: the next batch may
+        return
+    common = [targets for targets in votes[0] if all(targets in vote for vote in votes)]
+    record.knows_mean, record.told_unknown = True, record.told_unknown or bool(common)
+    record.mean_over = common[0] if common else None
+    if record.mean_over is not None:
+        key, shifted = record.mean_over
+        tokens = f"{key}[:, 1:]" if shifted else key
+        report.say(f"the script's loss is a mean over the targets of {tokens}: data ranks weigh by how many they have")
+
+
+def count_targets_of_own_mean(trainer: Trainer, batch: Batch) -> torch.Tensor | None:
+    """Return how many targets of this data rank the script's loss is a mean over, if that is known."""
+    targets = record_of(trainer).mean_over
+    return None if targets is None or targets[0] not in batch else _count_targets(batch, targets)
+
+
+def _list_targets(batch: Batch) -> list[Targets]:
+    """List what a mean may run over: the examples, or the tokens that labels or masks of the batch tell."""
+    found: list[Targets] = [None]
+    for key, value in sorted(batch.items()):
+        tells = key.endswith("labels") or "mask" in key
+        if tells and torch.is_tensor(value) and value.dim() == 2 and not value.is_floating_point():
+            found += [(key, True), (key, False)]
+    return found
+
+
+def _count_targets(batch: Batch, targets: Targets) -> torch.Tensor:
+    if targets is None:
+        return torch.tensor(float(count_examples(batch) or 0))
+    key, shifted = targets
+    values = batch[key][:, 1:] if shifted else batch[key]
+    return (values != (-100 if key.endswith("labels") else 0)).sum().float()
+
+
+def _take_examples(first: FirstLoss) -> tuple[dict, Any]:
+    """Take a few examples of the batch and of the output twice, and of these the tokens with most targets."""
+    rows, batch = count_examples(first.batch) or 0, first.batch
+    tokens: dict[int, torch.Tensor] = {}  # by the length of sequences: which are taken
+    for key, value in batch.items():
+        if torch.is_tensor(value) and value.dim() == 2 and len(value) == rows and not value.is_floating_point():
+            length = value.shape[1]
+            if length not in tokens or key.endswith("labels"):
+                counts = (value != -100).sum(0).float() - torch.arange(length, device=value.device) / (length + 1)
+                tokens[length] = counts.topk(min(_TOKENS, length)).indices.sort().values
+
+    def take(value: Any) -> Any:
+        if not torch.is_tensor(value):
+            return value
+        value = value.detach()
+        if value.dim() > 1 and len(value) == rows and value.shape[1] in tokens:
+            value = value.index_select(1, tokens[value.shape[1]].to(value.device))
+        return value[:_EXAMPLES] if value.dim() and len(value) == rows else value
+
+    few = min(rows, _EXAMPLES)
+    taken = {
+        key: value[:few] if isinstance(value, list) and len(value) == rows else take(value)
+        for key, value in batch.items()
+    }
+
+    def double(value: Any) -> Any:
+        return torch.cat([value, value]) if torch.is_tensor(value) and value.dim() and len(value) == few else value
+
+    return double_examples(taken, 1, few), tree_map(lambda value: double(take(value)), first.outputs[0])
+
+
+def _test_means(model: nn.Module, batch: dict, output: Any, loss_of: Loss) -> list[Targets] | None:
+    """Return what the loss of the batch may be a mean over; None if this batch does not show it."""
+    generator, rows = torch.Generator().manual_seed(0), count_examples(batch) or 0
+    batch = disturb_batch(getattr(getattr(model, "config", None), "pad_token_id", None), batch, generator)
+    for key, value in batch.items():
+        if key.endswith("labels") and torch.is_tensor(value) and value.dim() == 2 and not value.is_floating_point():
+            hidden = torch.rand(value.shape, generator=generator) < 0.3  # so that labels and masks tell other targets
+            batch[key] = value.masked_fill(hidden.to(value.device), -100)
+
+    def disturb(value: Any) -> Any:
+        if not torch.is_tensor(value) or not value.is_floating_point():
+            return value
+        if value.dim() == 0:  # the model's own loss: that of the examples taken is not known
+            return torch.full_like(value, torch.nan)
+        noise = torch.randn(value.shape[:2], generator=generator)
+        noise[rows // 2 :] *= 3  # so that the halves have unlike losses
+        return value * (1 + noise.to(value)).reshape(*noise.shape, *[1] * (value.dim() - noise.dim()))
+
+    def compute(part: Batch, places: slice) -> torch.Tensor:
+        given = tree_map(lambda one: one[places] if torch.is_tensor(one) and one.dim() else one, disturbed)
+        stand_in = StandInModel(model, given)
+        loss = loss_of(stand_in, dict(part)).detach()
+        if stand_in.calls != 1:
+            raise RuntimeError("the loss calls its model otherwise than before")
+        return loss
+
+    disturbed, halves, half = tree_map(disturb, output), split_examples(batch, 2, 1, rows), rows // 2
+    try:
+        whole = compute(batch, slice(None))
+        first, second = (compute(part, slice(i * half, (i + 1) * half)) for i, part in enumerate(halves))
+    except Exception:  # whatever a script does with other examples than a loader's
+        return []
+    if not bool(torch.stack([whole, first, second]).isfinite().all()):
+        return []
+    if not bool(whole) or bool(first == second):
+        return None
+    found, tolerance = [], 1e-4 if whole.dtype in (torch.float32, torch.float64) else 2e-2
+    for targets in _list_targets(batch):
+        one, other = (_count_targets(part, targets).to(whole) for part in halves)
+        if torch.allclose((one * first + other * second) / (one + other), whole, rtol=tolerance):
+            found.append(targets)
+    return found
+
+
+class StandInModel:
+    """Answers a call with what a model gave before; has the model's attributes."""
+
+    def __init__(self, model: nn.Module, answer: Any):
+        self.model, self.answer, self.calls = model, answer, 0
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        self.calls += 1
+        return self.answer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["model"], name)
