@@ -78,6 +78,7 @@ class TrainerRecord:
         computes: does the script's `compute_loss` run just now?
         evaluates: does its `prediction_step`?
         knows_mean: is it known what the script's loss is a mean over, or that this cannot be known?
+        looks_at_mean: how many batches have been looked at for that.
         mean_over: a tensor of the batch that tells its targets, and whether the first of each sequence is none.
         tries: is the script's loss computed only to look at it?
         told_unknown: has it been said that the script's loss is taken for a mean over rows?
@@ -104,6 +105,7 @@ class TrainerRecord:
     computes: bool = False
     evaluates: bool = False
     knows_mean: bool = False
+    looks_at_mean: int = 0
     mean_over: tuple[str, bool] | None = None
     tries: bool = False
     told_unknown: bool = False

@@ -16,7 +16,7 @@ from transformers import Trainer
 from hf_parallel.axes.chunked_loss import find_reason_against_chunks
 from hf_parallel.axes.experts.balance import LOAD, ExpertLoad
 from hf_parallel.axes.loss import LOSS
-from hf_parallel.axes.pipeline.script_loss import Plan, can_cut_alike, can_cut_batch, find_plan, run_plan
+from hf_parallel.axes.pipeline.script_loss import Plan, Prepared, can_cut_alike, can_cut_batch, find_plan, run_plan
 from hf_parallel.axes.pipeline.unscheduled import Made, serve_script
 from hf_parallel.axes.tensor import lean_loss
 from hf_parallel.hooks import hangs, monitoring, report, runtime
@@ -140,18 +140,25 @@ def compute_loss(
     targets = own_means.count_targets_of_own_mean(self, inputs) if targets is None else targets
     record = record_of(self)
     record.step.weighted = True
+    first_loss = own_means.watch_first_loss(
+        self, model, inputs, runtime.mesh().data_size > 1 and is_own(self) and not _is_of_trl(self)
+    )
+
+    def loss_of(stand_in: object, part: dict) -> torch.Tensor:
+        computing = functools.partial(_call_compute_loss, self, state, own, stand_in, part, args=args, kwargs=kwargs)
+        return (computing() if engine is None else Prepared(engine, []).run(computing))["loss"]
+
+    def weigh(result: Computed, first: own_means.FirstLoss | None) -> object:
+        if first is None:
+            return _weigh_result(self, result, targets)
+        settled = result["weighs"] or result["targets"] is not None
+        own_means.find_mean(self, first, settled, loss_of, computes=engine is None or engine.last)
+        return _weigh_result(self, result, own_means.count_targets_of_own_mean(self, first.batch))
+
     if state is None or engine is None:
-        wanted = runtime.mesh().data_size > 1 and is_own(self) and not _is_of_trl(self)
-        with own_means.watch_first_loss(self, model, inputs, wanted) as first:
+        with first_loss as first:
             result = _compute_settled_loss(self, inputs, call, items)
-        if first is not None:
-
-            def loss_of(stand_in: object, part: dict) -> torch.Tensor:
-                return _call_compute_loss(self, state, own, stand_in, part, args=args, kwargs=kwargs)["loss"]
-
-            own_means.find_mean(self, first, result["weighs"] or result["targets"] is not None, loss_of)
-            targets = own_means.count_targets_of_own_mean(self, first.batch)
-        return _weigh_result(self, result, targets)
+        return weigh(result, first)
     # Data ranks may have unlike numbers of rows in the last batch, and must all go the same way.
     trains = torch.is_grad_enabled() and record.step.real_rows is None
     cut = cut_of(self.accelerator.gradient_state)
@@ -168,26 +175,34 @@ def compute_loss(
         result, made[:] = serve_script(engine, dict(batch), lambda: call(dict(batch)))
         return result
 
-    result = _compute_settled_loss(self, inputs, serve, items)
+    with first_loss as first:
+        result = _compute_settled_loss(self, inputs, serve, items)
     for logs in result["logged"]:
         self.log(logs)
     if trains and tuple(inputs) not in record.loss_plans:
-        # Find how the script's loss may be scheduled, which rank 0 tells; it may need whole batches.
-        quietly, plan = functools.partial(_undo_counts, self), None
-        if not trl.needs_whole_batches(self):
-            counts = not record.weighs
-            plan = find_plan(engine, dict(inputs), made, lambda part: call(part)["loss"], quietly, counts=counts)
-        verdict = "the script's loss needs whole batches, so the pipeline keeps all activations of a batch"
-        if plan is not None:
-            how, schedule = "is a mean" if plan.cut.mean else "adds up", engine.config.pipeline_schedule
-            verdict = f"the script's loss {how} over micro-batches: {schedule} from now on"
-        if self.args.gradient_accumulation_steps > 1 and plan is not None and plan.why_apart is not None:
-            verdict += f"; the batches of a step run one by one, and the pipeline drains after each: {plan.why_apart}"
-        report.say(verdict)
-        record.loss_plans[tuple(inputs)] = plan
+        plan = _plan_schedule(self, engine, inputs, made, call)
         if plan is not None:
             plan.logs = bool(result["logged"])
-    return _weigh_result(self, result, targets)
+    return weigh(result, first)
+
+
+def _plan_schedule(
+    trainer: Trainer, engine: PipelineEngine, inputs: dict, made: list[Made], call: Callable
+) -> Plan | None:
+    """Find how the script's loss may be scheduled, which rank 0 tells; it may need whole batches."""
+    record, quietly, plan = record_of(trainer), functools.partial(_undo_counts, trainer), None
+    if not trl.needs_whole_batches(trainer):
+        counts = not record.weighs
+        plan = find_plan(engine, dict(inputs), made, lambda part: call(part)["loss"], quietly, counts=counts)
+    verdict = "the script's loss needs whole batches, so the pipeline keeps all activations of a batch"
+    if plan is not None:
+        how, schedule = "is a mean" if plan.cut.mean else "adds up", engine.config.pipeline_schedule
+        verdict = f"the script's loss {how} over micro-batches: {schedule} from now on"
+    if trainer.args.gradient_accumulation_steps > 1 and plan is not None and plan.why_apart is not None:
+        verdict += f"; the batches of a step run one by one, and the pipeline drains after each: {plan.why_apart}"
+    report.say(verdict)
+    record.loss_plans[tuple(inputs)] = plan
+    return plan
 
 
 def _compute_scheduled_loss(

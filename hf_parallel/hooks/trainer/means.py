@@ -118,6 +118,10 @@ def note(forward: Forward) -> None:
         now.scope.assumed |= not forward.passed_on
 
 
+#: Questions about a tensor that say nothing of its value: FSDP2 asks them of all that a layer is given.
+_QUESTIONS = {getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "device", "dtype", "shape", "is_leaf")}
+
+
 class Count(torch.Tensor):
     """The count of targets that a script is given: its scope knows when something is computed with it."""
 
@@ -125,6 +129,8 @@ class Count(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        if func in _QUESTIONS:
+            return super().__torch_function__(func, types, args, kwargs)
         args, kwargs = tree_map(_read_mean_argument, (args, kwargs or {}))
         return func(*args, **kwargs)
 

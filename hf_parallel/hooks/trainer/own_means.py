@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from hf_parallel.axes.pipeline.batches import split_examples
 from hf_parallel.axes.pipeline.script_loss import disturb_batch, double_examples
-from hf_parallel.hooks import report
+from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.patching import replacing
 from hf_parallel.hooks.trainer.bad_numbers import remember_counts
 from hf_parallel.hooks.trainer.checkpoints import record_of
@@ -35,6 +35,8 @@ Loss: TypeAlias = Callable[[Any, dict], torch.Tensor]
 
 #: Examples and tokens of the first batch that are looked at: logits of more would need memory that a step may lack.
 _EXAMPLES, _TOKENS = 4, 64
+#: So many batches are looked at until one tells.
+_LOOKS = 8
 
 
 @dataclass
@@ -59,27 +61,30 @@ def watch_first_loss(trainer: Trainer, model: nn.Module, batch: Batch, wanted: b
         handle.remove()
 
 
-def find_mean(trainer: Trainer, first: FirstLoss, settled: bool, loss_of: Loss) -> None:
+def find_mean(trainer: Trainer, first: FirstLoss, settled: bool, loss_of: Loss, computes: bool) -> None:
     """Note in the trainer's record what its loss is a mean over. Collective over all ranks.
 
     Args:
         settled: the loss is known to be that of all data ranks' targets.
         loss_of: the loss by what stands for the model, and a batch.
+        computes: does this rank compute the loss, rather than another stage?
     """
-    record, taken = record_of(trainer), None
-    if not settled and len(first.outputs) == 1 and JOINED not in first.batch:
-        taken = _take_examples(first)
-    names = [] if taken is None else _list_targets(taken[0])
-    held = messages.gather_objects(names)
-    if taken is None or any(names != other for other in held):
+    record, found = record_of(trainer), None
+    shown = not settled and JOINED not in first.batch and len(first.outputs) == computes
+    held = messages.gather_objects(_list_targets(first.batch) if shown else [])
+    if not held[0] or any(names != held[0] for names in held):
         record.knows_mean = True
         return
-    restore = remember_counts(trainer)
-    with replacing(record, tries=True), torch.no_grad(), torch.random.fork_rng([]):
-        found = _test_means(trainer.model, *taken, loss_of)
-    restore()
+    if computes:
+        restore, stream = remember_counts(trainer), runtime.read_random_states()
+        with replacing(record, tries=True), torch.no_grad():
+            found = _test_means(trainer.model, *_take_examples(first), loss_of)
+        restore()
+        runtime.set_random_state(stream)
+    record.looks_at_mean += 1
     votes = [vote for vote in messages.gather_objects(found) if vote is not None]
     if not votes:  # no rank's loss tells anything, as one of no targets: the next batch may
+        record.knows_mean = record.looks_at_mean == _LOOKS
         return
     common = [targets for targets in votes[0] if all(targets in vote for vote in votes)]
     record.knows_mean, record.told_unknown = True, record.told_unknown or bool(common)
@@ -149,23 +154,30 @@ def _test_means(model: nn.Module, batch: dict, output: Any, loss_of: Loss) -> li
     """Return what the loss of the batch may be a mean over; None if this batch does not show it."""
     generator, rows = torch.Generator().manual_seed(0), count_examples(batch) or 0
     batch = disturb_batch(getattr(getattr(model, "config", None), "pad_token_id", None), batch, generator)
-    for key, value in batch.items():
-        if key.endswith("labels") and torch.is_tensor(value) and value.dim() == 2 and not value.is_floating_point():
-            hidden = torch.rand(value.shape, generator=generator) < 0.3  # so that labels and masks tell other targets
-            batch[key] = value.masked_fill(hidden.to(value.device), -100)
+    for key in dict.fromkeys(targets[0] for targets in _list_targets(batch) if targets is not None):
+        labels = key.endswith("labels")
+        hidden = torch.rand(batch[key].shape, generator=generator) < 0.2 * labels  # labels apart from masks
+        hidden[:, 0] = torch.arange(rows) < rows // 2  # the first tokens apart from the others
+        batch[key] = batch[key].masked_fill(hidden.to(batch[key].device), -100 if labels else 0)
+
+    def is_by_row(value: Any) -> bool:
+        return torch.is_tensor(value) and value.dim() > 0 and len(value) == rows
 
     def disturb(value: Any) -> Any:
-        if not torch.is_tensor(value) or not value.is_floating_point():
+        if not is_by_row(value) or not value.is_floating_point():
             return value
-        if value.dim() == 0:  # the model's own loss: that of the examples taken is not known
-            return torch.full_like(value, torch.nan)
-        noise = torch.randn(value.shape[:2], generator=generator)
-        noise[rows // 2 :] *= 3  # so that the halves have unlike losses
-        return value * (1 + noise.to(value)).reshape(*noise.shape, *[1] * (value.dim() - noise.dim()))
+        noise = 1 + torch.randn(value.shape[:2], generator=generator) / 4
+        noise[rows // 2 :] *= 4  # so that the halves have unlike losses, whatever size outputs have before training
+        spread = value.float().std().clamp(min=1e-6).to(value.dtype)
+        return value / spread * noise.to(value).reshape(*noise.shape, *[1] * (value.dim() - noise.dim()))
 
     def compute(part: Batch, places: slice) -> torch.Tensor:
-        given = tree_map(lambda one: one[places] if torch.is_tensor(one) and one.dim() else one, disturbed)
-        stand_in = StandInModel(model, given)
+        def give(value: Any) -> Any:
+            if torch.is_tensor(value) and value.dim() == 0:  # the model's own loss: with other numbers no mean holds
+                return torch.full_like(value, 7 + (places.start or 0))
+            return value[places] if is_by_row(value) else value
+
+        stand_in = StandInModel(model, tree_map(give, disturbed))
         loss = loss_of(stand_in, dict(part)).detach()
         if stand_in.calls != 1:
             raise RuntimeError("the loss calls its model otherwise than before")
@@ -177,10 +189,8 @@ def _test_means(model: nn.Module, batch: dict, output: Any, loss_of: Loss) -> li
         first, second = (compute(part, slice(i * half, (i + 1) * half)) for i, part in enumerate(halves))
     except Exception:  # whatever a script does with other examples than a loader's
         return []
-    if not bool(torch.stack([whole, first, second]).isfinite().all()):
-        return []
-    if not bool(whole) or bool(first == second):
-        return None
+    if not bool(torch.stack([whole, first, second]).isfinite().all()) or not bool(whole) or bool(first == second):
+        return None  # as where a half has no targets
     found, tolerance = [], 1e-4 if whole.dtype in (torch.float32, torch.float64) else 2e-2
     for targets in _list_targets(batch):
         one, other = (_count_targets(part, targets).to(whole) for part in halves)
