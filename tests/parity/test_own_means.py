@@ -1,6 +1,7 @@
 """A script's own loss that is a mean over tokens by its own arithmetic: data ranks weigh by how many they have."""
 
 import pytest
+import torch
 from torch.nn.functional import cross_entropy
 from transformers import Trainer
 
@@ -22,7 +23,8 @@ class MaskedMean(Trainer):
         outputs = model(**inputs)
         losses, held = token_losses(outputs.logits, inputs["labels"]), inputs["labels"][:, 1:].flatten() != -100
         self.log({"figure": losses.mean().item()})
-        loss = (losses * held).sum() / held.sum()
+        self.calls = getattr(self, "calls", torch.zeros(())) + 1  # a state that no further call may change
+        loss = (losses * held).sum() / held.sum() * (1 + self.calls / 10)
         return (loss, outputs) if return_outputs else loss
 
 

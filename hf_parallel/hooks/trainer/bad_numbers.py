@@ -78,14 +78,26 @@ class Joined:
 
 
 def remember_counts(trainer: Trainer) -> Callable[[], None]:
-    """A function after which the trainer has counted and collected no more than now."""
+    """A function after which the trainer has counted and collected no more than now.
+
+    It also gives the trainer's tensors, and the buffers of its modules (queues, centers), their values back.
+    """
     known = set(vars(trainer))
+    named = {name: value for name, value in vars(trainer).items() if torch.is_tensor(value)}
+    modules = [one for one in vars(trainer).values() if isinstance(one, nn.Module) and one is not trainer.model]
+    tensors = [*named.values(), *(buffer for one in modules for buffer in one.buffers())]
+    values = [tensor.detach().clone() for tensor in tensors]
     counters = {name: value for name, value in vars(trainer).items() if _is_collection(value)}
     before = copy.deepcopy(counters)
 
+    @torch.no_grad()
     def restore() -> None:
-        for name in [name for name, value in vars(trainer).items() if name not in known and _is_collection(value)]:
-            delattr(trainer, name)
+        vars(trainer).update(named)
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
+        for name, value in list(vars(trainer).items()):
+            if name not in known and (torch.is_tensor(value) or _is_collection(value)):
+                delattr(trainer, name)
         for name, value in counters.items():
             former = copy.deepcopy(before[name])
             # A container gets its former content: others may hold it too.

@@ -76,11 +76,17 @@ def find_mean(trainer: Trainer, first: FirstLoss, settled: bool, loss_of: Loss, 
         record.knows_mean = True
         return
     if computes:
-        restore, stream = remember_counts(trainer), runtime.read_random_states()
-        with replacing(record, tries=True), torch.no_grad():
-            found = _test_means(trainer.model, *_take_examples(first), loss_of)
-        restore()
-        runtime.set_random_state(stream)
+
+        def compute(stand_in: StandInModel, part: dict) -> torch.Tensor:
+            restore, stream = remember_counts(trainer), runtime.read_random_states()
+            try:
+                with replacing(record, tries=True), torch.no_grad():
+                    return loss_of(stand_in, part).detach().clone()
+            finally:
+                restore()
+                runtime.set_random_state(stream)
+
+        found = _test_means(trainer.model, *_take_examples(first), compute)
     record.looks_at_mean += 1
     votes = [vote for vote in messages.gather_objects(found) if vote is not None]
     if not votes:  # no rank's loss tells anything, as one of no targets: the next batch may
@@ -178,7 +184,7 @@ def _test_means(model: nn.Module, batch: dict, output: Any, loss_of: Loss) -> li
             return value[places] if is_by_row(value) else value
 
         stand_in = StandInModel(model, tree_map(give, disturbed))
-        loss = loss_of(stand_in, dict(part)).detach()
+        loss = loss_of(stand_in, dict(part))
         if stand_in.calls != 1:
             raise RuntimeError("the loss calls its model otherwise than before")
         return loss
