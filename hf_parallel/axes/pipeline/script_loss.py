@@ -377,10 +377,10 @@ def _find_cut_of_part(
     rows, generator = count_rows(part), torch.Generator().manual_seed(0)
     each = plan.cut.rows
     padding = getattr(engine.model.config, "pad_token_id", None)
-    double = disturb_batch(padding, double_examples(part, each, rows), generator)
+    double = disturb_batch(padding, _double_examples(part, each, rows), generator)
     answers = []
     for output in outputs:
-        twice = double_examples({"hidden": output["last_hidden_state"]}, each, rows)["hidden"]
+        twice = _double_examples({"hidden": output["last_hidden_state"]}, each, rows)["hidden"]
         answers.append(_disturb_output(_with_hidden(output, twice), generator))
     with engine.mesh.fork_random_state():  # with gradients, for which a script may ask
         whole = compute(list(answers), dict(double)).detach().float()
@@ -395,7 +395,7 @@ def _find_cut_of_part(
     return plan.kinds.setdefault(kind, found[0])
 
 
-def double_examples(batch: Batch, rows_each: int, rows: int) -> Batch:
+def _double_examples(batch: Batch, rows_each: int, rows: int) -> Batch:
     """Return a batch with each example twice, so that `split_examples` cuts it into two equal halves."""
     doubled = dict(batch)
     for key, value in batch.items():

@@ -218,16 +218,7 @@ def evaluate_real_rows(
         logits = logits if own == most else (*parts, *(BaseModelOutput() for _ in range(most - own)))
     gathers_all = self.gather_function == self.accelerator.gather  # as Seq2SeqTrainer does
     if loss is not None and several:
-        # evaluation_loop repeats the loss for each row and cuts at the remainder: right if all ranks carry the mean.
-        loss = (loss if step.weighted else means.weigh_loss(loss, step.share)).detach().float().clone()
-        dist.all_reduce(loss, group=runtime.mesh().data_group)
-        loss = loss / runtime.mesh().data_size
-        loader = dealt.active_dataloader
-        cut = getattr(loader, "remainder_by_length", dealt.remainder)
-        if cut == -1 and hasattr(loader, "slice_fn"):  # one process too learns a stream's length where rank 0 reads it
-            cut = dealt.remainder
-        if dealt.end_of_dataloader and cut != dealt.remainder and not gathers_all:
-            self.gather_function = functools.partial(_gather_losses, self, self.gather_function, cut)
+        loss = _average_loss(self, loss, step, gathers_all)
     if step.real_rows is not None:
         # Full again where `gather_for_metrics` drops the repeats.
         if rows.JOINED in batch or gathers_all:
@@ -237,6 +228,21 @@ def evaluate_real_rows(
     _refill_inputs_to_gather(self, inputs, kept, step.real_rows)
     hangs.mark_phase("evaluation", may_take_long=True)  # its metrics
     return loss, logits, labels
+
+
+def _average_loss(trainer: Trainer, loss: torch.Tensor, step: StepRecord, gathers_all: bool) -> torch.Tensor:
+    """Return the mean over all data ranks' rows, and let `evaluation_loop` count it for as many as in one process."""
+    dealt = trainer.accelerator.gradient_state
+    # evaluation_loop repeats the loss for each row and cuts at the remainder: right if all ranks carry the mean.
+    loss = (loss if step.weighted else means.weigh_loss(loss, step.share)).detach().float().clone()
+    dist.all_reduce(loss, group=runtime.mesh().data_group)
+    loader, last = dealt.active_dataloader, dealt.end_of_dataloader
+    cut = getattr(loader, "remainder_by_length", dealt.remainder)
+    if cut == -1 and hasattr(loader, "slice_fn"):  # one process too learns a stream's length where rank 0 reads it
+        cut = dealt.remainder
+    if last and cut != dealt.remainder and not gathers_all:
+        trainer.gather_function = functools.partial(_gather_losses, trainer, trainer.gather_function, cut)
+    return loss / runtime.mesh().data_size
 
 
 def _gather_losses(trainer: Trainer, gather_rows: Callable, cut: int, losses: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from hf_parallel.axes.pipeline.batches import split_examples
-from hf_parallel.axes.pipeline.script_loss import disturb_batch, double_examples
+from hf_parallel.axes.pipeline.script_loss import disturb_batch
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.patching import replacing
 from hf_parallel.hooks.trainer.bad_numbers import remember_counts
@@ -137,23 +137,16 @@ def _take_examples(first: FirstLoss) -> tuple[dict, Any]:
                 tokens[length] = counts.topk(min(_TOKENS, length)).indices.sort().values
 
     def take(value: Any) -> Any:
-        if not torch.is_tensor(value):
+        if isinstance(value, list) and len(value) == rows:  # such as texts
+            return value[:_EXAMPLES] * 2
+        if not torch.is_tensor(value) or value.dim() == 0 or len(value) != rows:
             return value
-        value = value.detach()
-        if value.dim() > 1 and len(value) == rows and value.shape[1] in tokens:
+        value = value.detach()[:_EXAMPLES]
+        if value.dim() > 1 and value.shape[1] in tokens:
             value = value.index_select(1, tokens[value.shape[1]].to(value.device))
-        return value[:_EXAMPLES] if value.dim() and len(value) == rows else value
+        return torch.cat([value, value])
 
-    few = min(rows, _EXAMPLES)
-    taken = {
-        key: value[:few] if isinstance(value, list) and len(value) == rows else take(value)
-        for key, value in batch.items()
-    }
-
-    def double(value: Any) -> Any:
-        return torch.cat([value, value]) if torch.is_tensor(value) and value.dim() and len(value) == few else value
-
-    return double_examples(taken, 1, few), tree_map(lambda value: double(take(value)), first.outputs[0])
+    return {key: take(value) for key, value in batch.items()}, tree_map(take, first.outputs[0])
 
 
 def _test_means(model: nn.Module, batch: dict, output: Any, loss_of: Loss) -> list[Targets] | None:
