@@ -140,9 +140,8 @@ def compute_loss(
     targets = own_means.count_targets_of_own_mean(self, inputs) if targets is None else targets
     record = record_of(self)
     record.step.weighted = True
-    first_loss = own_means.watch_first_loss(
-        self, model, inputs, runtime.mesh().data_size > 1 and is_own(self) and not _is_of_trl(self)
-    )
+    looks = not record.knows_mean and runtime.mesh().data_size > 1 and is_own(self) and not _is_of_trl(self)
+    first_loss = own_means.keep_first_loss(model, inputs) if looks else contextlib.nullcontext()
 
     def loss_of(stand_in: object, part: dict) -> torch.Tensor:
         computing = functools.partial(_call_compute_loss, self, state, own, stand_in, part, args=args, kwargs=kwargs)

@@ -48,11 +48,8 @@ class FirstLoss:
 
 
 @contextlib.contextmanager
-def watch_first_loss(trainer: Trainer, model: nn.Module, batch: Batch, wanted: bool) -> Iterator[FirstLoss | None]:
-    """Keep what `find_mean` needs of the loss inside the `with`, if nobody has looked yet."""
-    if not wanted or record_of(trainer).knows_mean:
-        yield None
-        return
+def keep_first_loss(model: nn.Module, batch: Batch) -> Iterator[FirstLoss]:
+    """Keep what `find_mean` needs of the loss that is computed inside the `with`."""
     first = FirstLoss(dict(batch))
     handle = model.register_forward_hook(lambda module, args, output: first.outputs.append(output))
     try:
