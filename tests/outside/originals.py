@@ -8,6 +8,7 @@ from tests.outside.colpali import COLPALI
 from tests.outside.gliner import GLINER
 from tests.outside.llama_factory import FACTORY
 from tests.outside.peft_examples import PEFT
+from tests.outside.tuning import TUNING
 
 SPECS = ("tp=2", "pp=2", "dp_shard=2", "dp_shard=2,zero_stage=1", "cp=2")
 
@@ -663,5 +664,6 @@ ORIGINALS = {
     **CHRONOS,
     **COLPALI,
     **GLINER,
+    **TUNING,
     **OTHERS,
 }
