@@ -4,8 +4,14 @@ from tests.outside.cases import TRAINER, Case
 
 #: Names that Transformers and PEFT have under another name now, and numbers for three steps in float32.
 ALPACA_LORA = (
-    ("import os\nimport sys\n", "import os\nimport sys\nsys.path.insert(0, 'SOURCES/alpaca-lora')\nos.chdir(sys.path[0])\n"),
-    ("    prepare_model_for_int8_training,\n", "    prepare_model_for_kbit_training as prepare_model_for_int8_training,\n"),
+    (
+        "import os\nimport sys\n",
+        "import os\nimport sys\nsys.path.insert(0, 'SOURCES/alpaca-lora')\nos.chdir(sys.path[0])\n",
+    ),
+    (
+        "    prepare_model_for_int8_training,\n",
+        "    prepare_model_for_kbit_training as prepare_model_for_int8_training,\n",
+    ),
     ("        load_in_8bit=True,\n        torch_dtype=torch.float16,\n", "        dtype=torch.float32,\n"),
     ("device_map=device_map", "device_map=None"),
     ("LlamaTokenizer.from_pretrained", "transformers.AutoTokenizer.from_pretrained"),

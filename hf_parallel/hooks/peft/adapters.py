@@ -266,7 +266,9 @@ def save_pretrained(original: Callable, self: PeftModel, save_directory: str, *a
             original(self, save_directory, *args, **kwargs)
 
 
-@patch("peft.utils.save_and_load:get_peft_model_state_dict", "gathers in the stored order, from all ranks", copies=True)
+@patch(
+    "peft.utils.save_and_load:get_peft_model_state_dict", "gathers in the stored order, from all ranks", copies=True
+)
 def get_state_dict(
     original: Callable, model: PeftModel, state_dict: dict[str, Any] | None = None, *args: object, **kwargs: object
 ) -> dict[str, torch.Tensor]:
