@@ -68,6 +68,25 @@ def write_all(root: str) -> None:
             path = Path(root, kind, f"{split}.json")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps([draw_row(words, draw) for _ in range(ROWS[split])]))
+    write_for_tuning(Path(root), tokenizers["started"])
+
+
+def write_for_tuning(root: Path, chatty: PreTrainedTokenizerFast) -> None:
+    """Write what the lists are under other names, plain text, and a model with a template for chats."""
+    for kind in ("instructions", "dialogues"):
+        rows = json.loads((root / kind / "train.json").read_text())
+        write(root / kind / "train.jsonl", rows)
+    turns = [{"messages": [{"role": t["from"], "content": t["value"]} for t in r["conversations"]]} for r in rows]
+    (root / "dialogues" / "messages.json").write_text(json.dumps(turns))
+    for name in ("with", "while"):
+        (root / "plain").mkdir(exist_ok=True)
+        (root / "plain" / f"{name}.txt").write_text(topics[name])
+    chatty.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}<|im_end|>{% endfor %}"
+    )
+    chatty.bos_token = "<cls>"
+    chatty.save_pretrained(root / "chatty")
+    model("llama", {**SMALL, "num_hidden_layers": 3}).save_pretrained(root / "chatty")
 
 
 def tokenizer(frame: str) -> PreTrainedTokenizerFast:
