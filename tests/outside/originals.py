@@ -359,6 +359,21 @@ SENTENCES = {
     )
     for name in LOSSES
 }
+RERANKING = [
+    *("BinaryCrossEntropyLoss", "CrossEntropyLoss", "MultipleNegativesRankingLoss", "LambdaLoss", "ListNetLoss"),
+    *("CachedMultipleNegativesRankingLoss", "ListMLELoss", "PListMLELoss", "RankNetLoss", "ADRMSELoss"),
+    *("MarginMSELoss", "MSELoss", "SpladeLoss", "CachedSpladeLoss", "CSRLoss", "SparseCosineSimilarityLoss"),
+    *("SparseCoSENTLoss", "SparseAnglELoss", "SparseMarginMSELoss", "SparseDistillKLDivLoss", "SparseTripletLoss"),
+]
+SENTENCES |= {
+    f"reranking, {name}": Case(
+        str(OURS / "rerankers.py"),
+        "--model_name_or_path ROOT/bert --train_file ROOT/pairs/full.jsonl --validation_file "
+        f"ROOT/pairs/validation.jsonl {TRAINER} --max_steps 2 --dataloader_drop_last true --loss {name}",
+        needs=("sentence_transformers",),
+    )
+    for name in RERANKING
+}
 FEW_SHOT = "--model ROOT/bert --train_file ROOT/pairs/train.jsonl --validation_file ROOT/pairs/validation.jsonl"
 OTHERS = {
     "setfit quick start": Case(str(OURS / "few_shot.py"), f"{FEW_SHOT} --output_dir OUT --batch_size ROWS"),

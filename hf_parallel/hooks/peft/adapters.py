@@ -272,7 +272,7 @@ def save_pretrained(original: Callable, self: PeftModel, save_directory: str, *a
 def get_state_dict(
     original: Callable, model: PeftModel, state_dict: dict[str, Any] | None = None, *args: object, **kwargs: object
 ) -> dict[str, torch.Tensor]:
-    """Return whole adapters: on all ranks, if all of them ask for these, and to rank 0 alone while others wait for it."""
+    """Return whole adapters: on all ranks if all of them ask, or on rank 0 alone while the others wait for it."""
     state, given = runtime.find_parallel_state(model), {} if state_dict is None else state_dict
     is_part = state_dict is None or getattr(given, "is_part_of_model", False)
     if state is None or not (is_part or any(isinstance(tensor, DTensor) for tensor in given.values())):
