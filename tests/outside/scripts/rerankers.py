@@ -35,7 +35,7 @@ def columns(name, row, index, words):
     first, second = row["sentence1"], row["sentence2"]
     reverse = " ".join(reversed(first.split()))
     if name in LISTS:
-        documents = [second, reverse, words[index % len(words)]][: 2 + index % 2]
+        documents = [second, reverse, words[(index + 7) % len(words)]][: 3 - index // 3 % 3]
         return {"query": first, "docs": documents, "labels": [1.0, 0.0, 0.5][: len(documents)]}
     if name in SCORES:
         return {"sentence1": first, "sentence2": second, "score": 0.1 + 0.8 * float(row["label"])}
@@ -71,9 +71,10 @@ def main():
     set_seed(1)
     if own.loss == "CSRLoss":
         from sentence_transformers import models
+        from sentence_transformers.sparse_encoder.modules import SparseAutoEncoder
 
         inner = models.Transformer(own.model_name_or_path)
-        layers = [inner, models.Pooling(32), sparse_encoder.models.SparseAutoEncoder(32, hidden_dim=64, k=8, k_aux=16)]
+        layers = [inner, models.Pooling(32), SparseAutoEncoder(32, hidden_dim=64, k=8, k_aux=16)]
         model = SparseEncoder(modules=layers)
     elif sparse:
         model = SparseEncoder(own.model_name_or_path)
