@@ -5,6 +5,7 @@ from pathlib import Path
 from tests.outside.cases import TRAINER, Case
 from tests.outside.chronos import CHRONOS
 from tests.outside.colpali import COLPALI
+from tests.outside.diffusion import DIFFUSION
 from tests.outside.gliner import GLINER
 from tests.outside.llama_factory import FACTORY
 from tests.outside.peft_examples import PEFT
@@ -652,5 +653,6 @@ ORIGINALS = {
     **COLPALI,
     **GLINER,
     **TUNING,
+    **DIFFUSION,
     **OTHERS,
 }

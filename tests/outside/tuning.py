@@ -31,6 +31,53 @@ ALPACA_LORA = (
     # Processes that share a batch are not counted (docs/idioms.md).
     ('int(os.environ.get("WORLD_SIZE", 1))', '__import__("accelerate").PartialState().num_processes'),
 )
+#: The tokenizer of ChatGLM, and arguments of Trainer that a file has.
+GLM = (
+    ("import jieba\n", "jieba = __import__('types').SimpleNamespace(cut=str.split)\n"),
+    ("from rouge_chinese import Rouge\n", ""),
+    ("rouge = Rouge()", "rouge = __import__('evaluate').load('rouge')"),
+    ("scores = rouge.get_scores(' '.join(pred_tokens), ' '.join(label_tokens))", "scores = [{}]"),
+    ("metrics_dct = {'rouge-1': [], 'rouge-2': [], 'rouge-l': [], 'bleu-4': []}", "metrics_dct = {'bleu-4': []}"),
+    (
+        "            sentence_bleu(\n                [label_tokens],\n                pred_tokens,\n                "
+        "smoothing_function=SmoothingFunction().method3,\n            )",
+        "sum(int(number) for number in pred_ids if number > 3) / 1e3",
+    ),
+    ("import ruamel.yaml as yaml", "import json, yaml"),
+    ("_get_yaml_parser().load(path)", "json.loads(path.read_text().replace('OUTPUT', 'OUT').replace('0.5', 'ROWS'))"),
+    ("-> yaml.YAML", ""),
+    ("tokenizer.get_command(", "tokenizer.convert_tokens_to_ids(('<mask>', "),
+    ("('<mask>', '[gMASK]')", "'<mask>')"),
+    ("('<mask>', 'sop')", "'<cls>')"),
+    ("('<mask>', '<|user|>')", "'<|im_start|>')"),
+    ("('<mask>', '<|observation|>')", "'<|im_end|>')"),
+    (
+        "tokenizer.build_single_message(\n                    message['role'], '', message['content']\n                )",
+        "tokenizer.encode(message['role'] + ' ' + message['content'])",
+    ),
+    ("                empty_init=False,\n", ""),
+    ("            empty_init=False,\n", ""),
+    ("                use_cache=False\n", ""),
+    ("            use_cache=False\n", ""),
+    (
+        '    _sanity_check(\n        train_dataset[0]["input_ids"], train_dataset[0]["labels"], tokenizer\n    )\n',
+        "",
+    ),
+    (
+        "return super().__call__(features, return_tensors)",
+        "return {k: v for k, v in super().__call__(features, return_tensors).items() if v is not None}",
+    ),
+    ("tokenizer.decode(pred_ids)", "tokenizer.decode([number for number in pred_ids if number >= 0])"),
+    ("tokenizer.decode(label_ids)", "tokenizer.decode([number for number in label_ids if number >= 0])"),
+    (
+        "AutoTokenizer.from_pretrained(model_dir, trust_remote_code=True)",
+        'AutoTokenizer.from_pretrained(model_dir, padding_side="left")',
+    ),
+    ("    app()", "    app(standalone_mode=False)"),
+    ("evaluation_strategy", "eval_strategy"),
+    ("list(range(50))", "list(range(11))"),
+    ("tokenizer=tokenizer if use_tokenizer else None", "processing_class=tokenizer if use_tokenizer else None"),
+)
 MESSAGES = "--train_data_path ROOT/dialogues/messages.json --eval_data_path ROOT/dialogues/messages.json"
 #: Attention with shifted groups needs kernels of a GPU; what is left is the vocabulary and the adapters.
 LONG = (
@@ -128,6 +175,12 @@ TUNING = {
         "--save_steps 2 --eval_strategy steps --eval_steps 2 --preprocessing_num_workers 1",
         edits=CHINESE,
     ),
+    **{
+        f"ChatGLM3 finetune_hf.py{name}": Case(
+            "ChatGLM3/finetune_demo/finetune_hf.py", f"ROOT/dialogues ROOT/llama ROOT/dialogues/{file}.json", edits=GLM
+        )
+        for name, file in {"": "glm", ", LoRA": "glm-lora"}.items()
+    },
     "DeepSeek-Coder finetune_deepseekcoder.py": Case(
         "DeepSeek-Coder/finetune/finetune_deepseekcoder.py",
         f"--model_name_or_path ROOT/llama --data_path ROOT/instructions/train.json --model_max_length 257 {TRAINER} "

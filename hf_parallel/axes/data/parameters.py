@@ -175,8 +175,8 @@ def _iterate_own_modules(unit: nn.Module) -> Iterator[nn.Module]:
 # call for the exchange: a unit's parameter group is its internal, looked at in torch 2.13.
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-#: By a parameter's id: the group that gathers it, and what FSDP2 knows of it. A weak reference to a parameter would keep
-#: torch from moving or casting its module.
+#: By a parameter's id: the group that gathers it, and what FSDP2 knows of it. A weak reference to a parameter would
+#: keep torch from moving or casting its module.
 _known: dict[int, tuple[weakref.ref[FSDPParamGroup], weakref.ref[FSDPParam], str]] = {}
 
 
