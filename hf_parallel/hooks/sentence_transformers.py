@@ -92,8 +92,8 @@ _COMPARING = {
     *("CoSENTLoss", "OnlineContrastiveLoss", "GlobalOrthogonalRegularizationLoss", "FlopsLoss"),
     *("BatchAllTripletLoss", "BatchHardTripletLoss", "BatchSemiHardTripletLoss"),
 }
-#: Losses that compare the examples of a batch in a way that cannot be gathered from outside, and others that work. What
-#: GIST gathers itself makes other numbers than one process's; CSR counts which latents are dead, besides.
+#: Losses that compare the examples of a batch in a way that cannot be gathered from outside, and others that work.
+#: What GIST gathers itself makes other numbers than one process's; CSR counts which latents are dead, besides.
 _CLOSED = {
     "sentence_transformer.losses.gist_embed.GISTEmbedLoss": "MultipleNegativesRankingLoss",
     "sentence_transformer.losses.cached_gist_embed.CachedGISTEmbedLoss": "MultipleNegativesRankingLoss",

@@ -1,4 +1,4 @@
-"""Training scripts of diffusers, read from a checkout: models that are no Transformers', averages of weights beside."""
+"""Training scripts of diffusers, read from a checkout: models that are no Transformers', and averages of weights."""
 
 from tests.outside.cases import Case
 
@@ -17,13 +17,13 @@ UNCONDITIONAL = (
     ),
     ("block_out_channels=(128, 128, 256, 256, 512, 512)", "norm_num_groups=4, block_out_channels=(8, 8)"),
     (
-        '                "DownBlock2D",\n                "DownBlock2D",\n                "DownBlock2D",\n                '
-        '"DownBlock2D",\n                "AttnDownBlock2D",\n                "DownBlock2D",\n',
+        '                "DownBlock2D",\n                "DownBlock2D",\n                "DownBlock2D",\n'
+        '                "DownBlock2D",\n                "AttnDownBlock2D",\n                "DownBlock2D",\n',
         '"DownBlock2D", "AttnDownBlock2D",',
     ),
     (
-        '                "UpBlock2D",\n                "AttnUpBlock2D",\n                "UpBlock2D",\n                '
-        '"UpBlock2D",\n                "UpBlock2D",\n                "UpBlock2D",\n',
+        '                "UpBlock2D",\n                "AttnUpBlock2D",\n                "UpBlock2D",\n'
+        '                "UpBlock2D",\n                "UpBlock2D",\n                "UpBlock2D",\n',
         '"AttnUpBlock2D", "UpBlock2D",',
     ),
     ('if args.logger == "tensorboard"', 'if args.logger == "tb"'),
@@ -51,8 +51,8 @@ ON_ALL_RANKS = (
 DIFFUSION = {
     f"diffusers train_unconditional.py{name}": Case(
         f"{EXAMPLES}/unconditional_image_generation/train_unconditional.py",
-        "--dataset_name ROOT/media/classes-full --output_dir OUT --resolution 16 --train_batch_size ROWS --num_epochs 1 "
-        "--learning_rate 1e-3 --adam_epsilon 1e-3 --lr_warmup_steps 0 --logger none --eval_batch_size 2 "
+        "--dataset_name ROOT/media/classes-full --output_dir OUT --resolution 16 --train_batch_size ROWS --num_epochs "
+        "1 --learning_rate 1e-3 --adam_epsilon 1e-3 --lr_warmup_steps 0 --logger none --eval_batch_size 2 "
         f"--ddpm_num_inference_steps 2 --checkpointing_steps 2 {more}",
         edits=ON_ALL_RANKS,
     )

@@ -84,7 +84,7 @@ def write_for_tuning(root: Path, chatty: PreTrainedTokenizerFast) -> None:
     training |= {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "do_eval": True}
     training |= {"predict_with_generate": True, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
     training |= {"generation_config": {"max_new_tokens": 7}, "remove_unused_columns": False}
-    files = {name: "talks.json" for name in ("train_file", "val_file", "test_file")}
+    files = dict.fromkeys(("train_file", "val_file", "test_file"), "talks.json")
     settings = {"data_config": files, "max_input_length": 33, "max_output_length": 9, "training_args": training}
     (root / "dialogues" / "glm.json").write_text(json.dumps(settings))
     adapters = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_dropout": 0.0}

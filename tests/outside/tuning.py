@@ -52,7 +52,8 @@ GLM = (
     ("('<mask>', '<|user|>')", "'<|im_start|>')"),
     ("('<mask>', '<|observation|>')", "'<|im_end|>')"),
     (
-        "tokenizer.build_single_message(\n                    message['role'], '', message['content']\n                )",
+        "tokenizer.build_single_message(\n                    message['role'], '', message['content']\n"
+        "                )",
         "tokenizer.encode(message['role'] + ' ' + message['content'])",
     ),
     ("                empty_init=False,\n", ""),

@@ -14,13 +14,23 @@ from datasets import Dataset
 from sentence_transformers import CrossEncoder, CrossEncoderTrainer, CrossEncoderTrainingArguments
 from sentence_transformers.cross_encoder import losses
 
-from tests.distributed import RankFailure, run
-from tests.parity.test_sentence_transformers import (
-    ROWS,
-    folder,  # noqa: F401 - a fixture
-    sentences,
-)
+from tests.distributed import RankFailure, run, run_alone
+from tests.outside import materials
+from tests.parity.test_sentence_transformers import ROWS, sentences
 from tests.training import activate, arguments_of, fit, trainer_of
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """An encoder to start from."""
+    path = str(tmp_path_factory.mktemp("pairs") / "bert")
+
+    def write():
+        materials.model("bert", materials.MODELS["bert"][2]).save_pretrained(path)
+        materials.tokenizer("pairs").save_pretrained(path)
+
+    run_alone(write)
+    return path
 
 
 def train(spec, out, folder, loss):
@@ -49,10 +59,10 @@ def train(spec, out, folder, loss):
         *(("dp_shard=2", "ListNetLoss"), ("tp=2,dp_shard=2", "RankNetLoss"), ("tp=2", "ADRMSELoss")),
     ],
 )
-def test_as_in_one_process(runs, folder, spec, loss):  # noqa: F811
+def test_as_in_one_process(runs, folder, spec, loss):
     runs.compare(train, spec, folder, loss)
 
 
-def test_drawn_negatives_are_refused(folder, tmp_path):  # noqa: F811
+def test_drawn_negatives_are_refused(folder, tmp_path):
     with pytest.raises(RankFailure, match=r"MultipleNegativesRankingLoss: .* 2 data ranks .*LambdaLoss"):
         run(train, 2, "dp_shard=2", str(tmp_path), folder, "MultipleNegativesRankingLoss", init=False)

@@ -15,7 +15,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -270,7 +270,11 @@ def save_pretrained(original: Callable, self: PeftModel, save_directory: str, *a
     "peft.utils.save_and_load:get_peft_model_state_dict", "gathers in the stored order, from all ranks", copies=True
 )
 def get_state_dict(
-    original: Callable, model: PeftModel, state_dict: dict[str, Any] | None = None, *args: object, **kwargs: object
+    original: Callable,
+    model: PeftModel,
+    state_dict: dict[str, torch.Tensor] | None = None,
+    *args: object,
+    **kwargs: object,
 ) -> dict[str, torch.Tensor]:
     """Return whole adapters: on all ranks if all of them ask, or on rank 0 alone while the others wait for it."""
     state, given = runtime.find_parallel_state(model), {} if state_dict is None else state_dict
