@@ -140,7 +140,6 @@ def test_the_others_have_come_to_their_end(runs, save, spec):
 
 @over(
     "saved on rank 0",
-    "dp_shard=2",
     "tp=2",
     "pp=2,dp_shard=2",
     save=[asked_of_peft_by_all, asked_of_peft_on_rank_0, state_dict_of_adapters],
