@@ -56,7 +56,7 @@ def train(spec, out, folder, loss):
     ("spec", "loss"),
     [
         *(("dp_shard=2", "RankNetLoss"), ("dp_shard=2", "LambdaLoss"), ("dp_shard=2", "ADRMSELoss")),
-        *(("dp_shard=2", "ListNetLoss"), ("tp=2,dp_shard=2", "RankNetLoss")),
+        ("dp_shard=2", "ListNetLoss"),
     ],
 )
 def test_as_in_one_process(runs, folder, spec, loss):

@@ -8,7 +8,7 @@ from tests import models
 from tests.rows import data
 from tests.training import activate, fit, trainer_of
 
-SPECS = ("dp_shard=2", "tp=2", "cp=2", "tp=2,pp=2")
+SPECS = ("dp_shard=2", "tp=2", "cp=2")
 
 
 def script(spec, out, kind, **settings):
