@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_parallel.apply.weights import gather_alike, list_parallel_models, order_of
 from hf_parallel.ask.spec import refuse
@@ -59,7 +58,7 @@ def _begin_whole_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[
         failed.take_back()
     if _PLACES not in vars(optimizer):  # its first step
         _refuse_in_stages(optimizer)
-        vars(optimizer)[_PLACES] = WeakIdKeyDictionary()
+        vars(optimizer)[_PLACES] = {}  # keys as in `optimizer.state`: torch moves none with a weak reference
     if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
         return None
     one_by_one, together = (

@@ -6,6 +6,7 @@ What sentence-transformers does on one of them all ranks of a model do.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.data.parameters import make_identical
 from hf_parallel.hooks import report, runtime
-from hf_parallel.hooks.accelerate.paired_losses import OfAllRanks, count_examples_of_ranks
+from hf_parallel.hooks.accelerate.paired_losses import (
+    ExamplesOfRanks,
+    OfAllRanks,
+    count_examples_of_ranks,
+)
 from hf_parallel.hooks.patching import patch
 from hf_parallel.ranks import gather_sequence
+from hf_parallel.ranks.messages import gather_objects
 
 if TYPE_CHECKING:
     from torch import nn
@@ -86,13 +92,14 @@ _COMPARING = {
     *("CoSENTLoss", "OnlineContrastiveLoss", "GlobalOrthogonalRegularizationLoss", "FlopsLoss"),
     *("BatchAllTripletLoss", "BatchHardTripletLoss", "BatchSemiHardTripletLoss"),
 }
-#: Losses that compare the examples of a batch in a way that cannot be gathered from outside; what GIST gathers itself
-#: makes other numbers than one process's.
+#: Losses that compare the examples of a batch in a way that cannot be gathered from outside, and others that work.
+#: What GIST gathers itself makes other numbers than one process's; CSR counts which latents are dead, besides.
 _CLOSED = {
-    "sentence_transformers.sentence_transformer.losses.gist_embed.GISTEmbedLoss",
-    "sentence_transformers.sentence_transformer.losses.cached_gist_embed.CachedGISTEmbedLoss",
-    "sentence_transformers.sentence_transformer.losses.mega_batch_margin.MegaBatchMarginLoss",
-    "sentence_transformers.cross_encoder.losses.multiple_negatives_ranking.MultipleNegativesRankingLoss",
+    "sentence_transformer.losses.gist_embed.GISTEmbedLoss": "MultipleNegativesRankingLoss",
+    "sentence_transformer.losses.cached_gist_embed.CachedGISTEmbedLoss": "MultipleNegativesRankingLoss",
+    "sentence_transformer.losses.mega_batch_margin.MegaBatchMarginLoss": "MultipleNegativesRankingLoss",
+    "cross_encoder.losses.multiple_negatives_ranking.MultipleNegativesRankingLoss": "LambdaLoss",
+    "sparse_encoder.losses.csr.CSRLoss": "SpladeLoss",
 }
 
 
@@ -103,10 +110,13 @@ def _compare_over_data_ranks(loss: nn.Module) -> None:
         SpecError: the loss has no place where they could be gathered.
     """
     kinds = [kind for kind in type(loss).__mro__ if kind.__module__.startswith("sentence_transformers.")]
+    paths = [f"{kind.__module__.partition('.')[2]}.{kind.__name__}" for kind in kinds]
     name, ranks = type(loss).__name__, runtime.mesh().data_size
-    if any(f"{kind.__module__}.{kind.__name__}" in _CLOSED for kind in kinds):
+    for other in (_CLOSED[path] for path in paths if path in _CLOSED):
         why = f"it compares the examples of a batch, of which each of {ranks} data ranks sees its own"
-        refuse(name, why, do=f"tp={runtime.mesh().config.world_size} works, and so does MultipleNegativesRankingLoss")
+        refuse(name, why, do=f"tp={runtime.mesh().config.world_size} works, and so does {other}")
+    if any(path.startswith("cross_encoder.losses.") for path in paths) and hasattr(loss, "mini_batch_size"):
+        _score_documents_of_all_ranks(loss)
     if getattr(loss, "gather_across_devices", None) is False and kinds:
         loss.gather_across_devices = True  # type: ignore[assignment]
         report.say(f"{name} compares the examples of {ranks} data ranks: gather_across_devices=True")
@@ -122,6 +132,52 @@ def _compare_over_data_ranks(loss: nn.Module) -> None:
             return compute(gathered, OfAllRanks.apply(labels, examples))
 
         loss.compute_loss_from_embeddings = over_all  # type: ignore[assignment]
+
+
+def _score_documents_of_all_ranks(loss: nn.Module) -> None:
+    """Let a loss over lists of documents see the queries of all data ranks, as one process does.
+
+    Its mean is over pairs of documents or over documents, of which ranks have unlike numbers; and they would call the
+    model unlike numbers of times.
+    """
+    compute, group = loss.forward, runtime.mesh().data_group
+
+    def over_all(inputs: list[list], labels: list[torch.Tensor], *args: object, **kwargs: object) -> object:
+        real = 0 if runtime.is_absent() else len(labels)
+        own = [column[:real] for column in inputs], [label.cpu() for label in labels[:real]]
+        gathered = gather_objects(own, group)
+        columns = [list(itertools.chain(*column)) for column in zip(*(part[0] for part in gathered), strict=True)]
+        every: Any = [label.to(labels[0].device) for part in gathered for label in part[1]]
+        vars(loss)["model"] = _SharedEncoder(loss.model)
+        try:
+            return compute(columns, every, *args, **kwargs)
+        finally:
+            del vars(loss)["model"]
+
+    loss.forward = over_all  # type: ignore[method-assign]
+
+
+class _SharedEncoder:
+    """A cross-encoder whose pairs are shared out over the data ranks, and their scores gathered."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._pairs = model, ExamplesOfRanks([], 0, runtime.mesh().data_group)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def preprocess(self, pairs: list, **kwargs: object) -> object:
+        """Tokenize this rank's pairs; one all the same where it has none, because all ranks call the model."""
+        mesh = runtime.mesh()
+        share = -(-len(pairs) // mesh.data_size)
+        shares = [pairs[share * rank :][:share] for rank in range(mesh.data_size)]
+        self._pairs = ExamplesOfRanks([len(part) for part in shares], mesh.data_rank, mesh.data_group)
+        return self._model.preprocess(shares[mesh.data_rank] or pairs[:1], **kwargs)
+
+    def __call__(self, features: object) -> dict[str, object]:
+        """Return the scores of the pairs of all ranks."""
+        output = self._model(features)
+        return {**output, "scores": OfAllRanks.apply(output["scores"], self._pairs)}
 
 
 @patch("sentence_transformers.util.distributed:get_rank", "finds its rows by process", copies=True)

@@ -68,6 +68,37 @@ def write_all(root: str) -> None:
             path = Path(root, kind, f"{split}.json")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps([draw_row(words, draw) for _ in range(ROWS[split])]))
+    write_for_tuning(Path(root), tokenizers["started"])
+
+
+def write_for_tuning(root: Path, chatty: PreTrainedTokenizerFast) -> None:
+    """Write what the lists are under other names, plain text, and a model with a template for chats."""
+    for kind in ("instructions", "dialogues"):
+        rows = json.loads((root / kind / "train.json").read_text())
+        write(root / kind / "train.jsonl", rows)
+    turns = [{"messages": [{"role": t["from"], "content": t["value"]} for t in r["conversations"]]} for r in rows]
+    (root / "dialogues" / "messages.json").write_text(json.dumps(turns))
+    write(root / "dialogues" / "talks.json", [{"conversations": row["messages"]} for row in turns])
+    training = {"output_dir": "OUTPUT", "max_steps": 3, "learning_rate": 1e-2, "adam_epsilon": 1e-3, "seed": 1}
+    training |= {"per_device_train_batch_size": 0.5, "per_device_eval_batch_size": 0.5, "logging_steps": 1}
+    training |= {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "do_eval": True}
+    training |= {"predict_with_generate": True, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    training |= {"generation_config": {"max_new_tokens": 7}, "remove_unused_columns": False}
+    files = dict.fromkeys(("train_file", "val_file", "test_file"), "talks.json")
+    settings = {"data_config": files, "max_input_length": 33, "max_output_length": 9, "training_args": training}
+    (root / "dialogues" / "glm.json").write_text(json.dumps(settings))
+    adapters = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_dropout": 0.0}
+    settings["peft_config"] = {**adapters, "target_modules": ["q_proj", "down_proj"]}
+    (root / "dialogues" / "glm-lora.json").write_text(json.dumps(settings))
+    for name in ("with", "while"):
+        (root / "plain").mkdir(exist_ok=True)
+        (root / "plain" / f"{name}.txt").write_text(topics[name])
+    chatty.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}<|im_end|>{% endfor %}"
+    )
+    chatty.bos_token = "<cls>"
+    chatty.save_pretrained(root / "chatty")
+    model("llama", {**SMALL, "num_hidden_layers": 3}).save_pretrained(root / "chatty")
 
 
 def tokenizer(frame: str) -> PreTrainedTokenizerFast:

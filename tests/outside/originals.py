@@ -5,9 +5,11 @@ from pathlib import Path
 from tests.outside.cases import TRAINER, Case
 from tests.outside.chronos import CHRONOS
 from tests.outside.colpali import COLPALI
+from tests.outside.diffusion import DIFFUSION
 from tests.outside.gliner import GLINER
 from tests.outside.llama_factory import FACTORY
 from tests.outside.peft_examples import PEFT
+from tests.outside.tuning import TUNING
 
 SPECS = ("tp=2", "pp=2", "dp_shard=2", "dp_shard=2,zero_stage=1", "cp=2")
 
@@ -358,6 +360,21 @@ SENTENCES = {
     )
     for name in LOSSES
 }
+RERANKING = [
+    *("BinaryCrossEntropyLoss", "CrossEntropyLoss", "MultipleNegativesRankingLoss", "LambdaLoss", "ListNetLoss"),
+    *("CachedMultipleNegativesRankingLoss", "ListMLELoss", "PListMLELoss", "RankNetLoss", "ADRMSELoss"),
+    *("MarginMSELoss", "MSELoss", "SpladeLoss", "CachedSpladeLoss", "CSRLoss", "SparseCosineSimilarityLoss"),
+    *("SparseCoSENTLoss", "SparseAnglELoss", "SparseMarginMSELoss", "SparseDistillKLDivLoss", "SparseTripletLoss"),
+]
+SENTENCES |= {
+    f"reranking, {name}": Case(
+        str(OURS / "rerankers.py"),
+        "--model_name_or_path ROOT/bert --train_file ROOT/pairs/full.jsonl --validation_file "
+        f"ROOT/pairs/validation.jsonl {TRAINER} --max_steps 2 --dataloader_drop_last true --loss {name}",
+        needs=("sentence_transformers",),
+    )
+    for name in RERANKING
+}
 FEW_SHOT = "--model ROOT/bert --train_file ROOT/pairs/train.jsonl --validation_file ROOT/pairs/validation.jsonl"
 OTHERS = {
     "setfit quick start": Case(str(OURS / "few_shot.py"), f"{FEW_SHOT} --output_dir OUT --batch_size ROWS"),
@@ -365,34 +382,6 @@ OTHERS = {
         str(OURS / "few_shot.py"), f"{FEW_SHOT} --output_dir OUT --batch_size ROWS --differentiable"
     ),
     "torch's own DDP (as nanoVLM)": Case(str(OURS / "own_replicas.py"), "--model ROOT/llama --output_dir OUT"),
-    "qlora.py": Case(
-        "qlora/qlora.py",
-        f"--model_name_or_path ROOT/blocks --dataset ROOT/instructions.jsonl --dataset_format input-output {TRAINER} "
-        "--do_train --do_eval --max_steps 3 --bits 4 --source_max_len 17 --target_max_len 17 --eval_dataset_size 11 "
-        "--lora_dropout 0 --optim adamw_torch --gradient_checkpointing false --eval_strategy steps --eval_steps 3",
-        edits=(
-            ("    use_cache: Optional[bool]", "    use_cache_of_generation: Optional[bool]"),
-            (
-                "        load_in_4bit=args.bits == 4,\n        load_in_8bit=args.bits == 8,\n        device_map",
-                "        device_map",
-            ),
-            ("        max_memory=max_memory,\n", ""),
-            ("use_auth_token=args.use_auth_token,", ""),
-            ("use_auth_token=args.use_auth_token", ""),
-            ("device_map=device_map,", ""),
-            ("use_fast=False, # Fast", "# Fast"),
-            ("tokenizer_type='llama' if 'llama' in args.model_name_or_path else None, #", "#"),
-            ("tokenizer._pad_token", "tokenizer.pad_token"),
-            (
-                "tokenizer=tokenizer,\n        args=training_args",
-                "processing_class=tokenizer,\n        args=training_args",
-            ),
-            (
-                "if torch.cuda.is_available():\n        n_gpus",
-                "n_gpus = 8\n    if torch.cuda.is_available():\n        n_gpus",
-            ),
-        ),
-    ),
 }
 for trained, more in {"projector": "--tune_mm_mlp_adapter True --version plain", "all": "--version plain"}.items():
     OTHERS[f"LLaVA train.py, {trained}"] = Case(
@@ -663,5 +652,7 @@ ORIGINALS = {
     **CHRONOS,
     **COLPALI,
     **GLINER,
+    **TUNING,
+    **DIFFUSION,
     **OTHERS,
 }

@@ -1,7 +1,10 @@
 """Rank 0 saves by itself what all ranks took out of the model, as scripts of the Alpaca kind do at their end."""
 
+import os
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from hf_parallel.ask.session import of_process
 from hf_parallel.ranks import desync
@@ -11,7 +14,7 @@ from tests.reliability.test_desync import quick
 from tests.rows import data
 from tests.training import Tolerance, activate, fit, over, trainer_of
 
-pytest.importorskip("peft")
+get_peft_model_state_dict = pytest.importorskip("peft").get_peft_model_state_dict
 
 LORA = {"target_modules": ["q_proj", "down_proj"], "r": 3, "task_type": "CAUSAL_LM"}
 
@@ -34,6 +37,31 @@ def adapters_by_name(trainer, folder):
     adapters = {name: p.detach().cpu().clone() for name, p in named if "lora_" in name}
     if trainer.args.local_process_index == 0:
         trainer.model.save_pretrained(folder, state_dict=adapters)
+
+
+def asked_of_peft_by_all(trainer, folder):
+    """As loops do which write the file themselves; peft gathered in the stored order."""
+    state = get_peft_model_state_dict(trainer.model)
+    assert all(tensor.numel() for tensor in state.values())
+    if trainer.args.should_save:
+        save_adapters(state, folder)
+
+
+def asked_of_peft_on_rank_0(trainer, folder):
+    if trainer.is_world_process_zero():
+        save_adapters(get_peft_model_state_dict(trainer.model, trainer.model.state_dict()), folder)
+
+
+def save_adapters(state, folder):
+    os.makedirs(folder, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, f"{folder}/adapter_model.safetensors")
+
+
+def state_dict_of_adapters(trainer, folder):
+    """The model's own method gives the adapters since before the training (Alpaca-LoRA)."""
+    trainer.model.save_pretrained(folder)
+    if trainer.is_world_process_zero():
+        trainer.model.save_pretrained(f"{folder}-alone")
 
 
 def only_on_rank_0(trainer, folder):
@@ -73,17 +101,29 @@ def before_all_save(trainer, folder):
     trainer.save_model(f"{folder}-again")
 
 
+OF_ADAPTERS = (adapters_by_name, asked_of_peft_by_all, asked_of_peft_on_rank_0, state_dict_of_adapters)
+
+
 def script(spec, out, save, kind="odd"):
     """Train two steps, and end as the script does: ranks other than 0 at once."""
     data_ranks = activate(spec)
     model = models.build(kind, num_hidden_layers=3)
-    if save is adapters_by_name:
+    if save in OF_ADAPTERS:
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(models.SEED)
-        model = get_peft_model(model, LoraConfig(**LORA))
+        packed = {"target_modules": ["qkv_proj", "gate_up_proj"]} if kind == "phi3" else {}
+        model = get_peft_model(model, LoraConfig(**{**LORA, **packed}))
+    if save is state_dict_of_adapters:
+        own = model.state_dict
+        model.state_dict = lambda *args, **kwargs: get_peft_model_state_dict(model, own())
     trainer, recorder = trainer_of(
-        model, out, data_ranks, train_dataset=data(kind, 11, 11), eval_dataset=data(kind, 5, 12)
+        model,
+        out,
+        data_ranks,
+        {"save_strategy": "steps", "save_steps": 1} if save is state_dict_of_adapters else {},
+        train_dataset=data(kind, 11, 11),
+        eval_dataset=data(kind, 5, 12),
     )
     outcome = fit(trainer, recorder)
     save(trainer, f"{out}/saved")
@@ -96,6 +136,16 @@ def script(spec, out, save, kind="odd"):
 @over("saved on rank 0", "dp_shard=2", "tp=2,pp=2", save=[only_on_rank_0, trainer_on_rank_0, before_groups_end])
 def test_the_others_have_come_to_their_end(runs, save, spec):
     runs.compare(script, spec, save)
+
+
+@over(
+    "saved on rank 0",
+    "tp=2",
+    "pp=2,dp_shard=2",
+    save=[asked_of_peft_by_all, asked_of_peft_on_rank_0, state_dict_of_adapters],
+)
+def test_adapters_that_peft_gives(runs, save, spec):
+    runs.compare(script, spec, save, "phi3")
 
 
 ROUNDED = Tolerance(weights=2e-3)  # bf16 keeps 8 bits: two numbers beside a border round to both sides of it

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import _get_param_module_infos
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_parallel.axes.data.units import (
     WHOLE,
@@ -176,8 +175,9 @@ def _iterate_own_modules(unit: nn.Module) -> Iterator[nn.Module]:
 # call for the exchange: a unit's parameter group is its internal, looked at in torch 2.13.
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-#: Of a parameter: the group that gathers it, and what FSDP2 knows of it.
-_known: Any = WeakIdKeyDictionary()
+#: By a parameter's id: the group that gathers it, and what FSDP2 knows of it. A weak reference to a parameter would
+#: keep torch from moving or casting its module.
+_known: dict[int, tuple[weakref.ref[FSDPParamGroup], weakref.ref[FSDPParam], str]] = {}
 
 
 class Held(NamedTuple):
@@ -214,12 +214,14 @@ def find_holder(parameter: torch.Tensor, models: Iterable[nn.Module]) -> Held | 
     found = _recall_holder(parameter)
     if found is not None or not isinstance(parameter, nn.Parameter):
         return found
+    for gone in [number for number, (_, held, _) in _known.items() if held() is None]:
+        del _known[gone]
     for model in models:
         state: Any = getattr(model, "_hf_parallel", None)
         groups = iterate_parameter_groups(state.root) if state is not None and state.config.sharing_size > 1 else ()
         for group in groups:
             for held in group.fsdp_params:
-                _known[held.sharded_param] = weakref.ref(group), weakref.ref(held), state.config.offload
+                _known[id(held.sharded_param)] = weakref.ref(group), weakref.ref(held), state.config.offload
     return _recall_holder(parameter)
 
 
@@ -235,6 +237,8 @@ def find_holder_at(module: nn.Module, name: str, models: Iterable[nn.Module]) ->
 
 
 def _recall_holder(parameter: torch.Tensor) -> Held | None:
-    group, held, offload = _known.get(parameter, (None, None, ""))
-    group, held = group and group(), held and held()
-    return Held(group, held, offload) if held is not None and held.sharded_param is parameter else None
+    known = _known.get(id(parameter))
+    group, held = (known[0](), known[1]()) if known else (None, None)
+    if known is None or group is None or held is None or held.sharded_param is not parameter:
+        return None
+    return Held(group, held, known[2])

@@ -384,7 +384,8 @@ class _Chunked(torch.autograd.Function):
         tensors, wanted = (hidden, weight, bias), ctx.needs_input_grad[:3]
         into = make_zeros_for(tensors, wanted)
         # fp16 has no room for gradients of a mean over many tokens: there they are divided at the end.
-        ctx.divide, divisor = (items, 1) if dtype == torch.float16 else (1, items)
+        some = items + (items == 0)  # without a target the loss is nan and the gradient zero, as in one process
+        ctx.divide, divisor = (some, 1) if dtype == torch.float16 else (1, some)
         with torch.autocast(hidden.device.type, enabled=False):
             lowered, lowered_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
             loss = torch.zeros((), dtype=torch.float32, device=hidden.device)

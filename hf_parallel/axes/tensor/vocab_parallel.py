@@ -245,7 +245,7 @@ class SplitCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, columns, log_total, counts = ctx.saved_tensors
-        rows, weights = logits.flatten(0, -2), gradient * counts
+        rows, weights = logits.flatten(0, -2), torch.where(counts, gradient, 0.0)  # infinite for a mean over no target
         of_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         of_rows = of_logits.view(rows.shape)
         for chunk in iterate_chunks(len(rows), CHUNK):

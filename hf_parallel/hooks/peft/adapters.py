@@ -254,23 +254,65 @@ def save_pretrained(original: Callable, self: PeftModel, save_directory: str, *a
         if given is None:
             kwargs["state_dict"] = slices.gather_asked(self, gather)
         elif isinstance(given, dict):
-            names, own = _list_saved_names(self, state, "auto"), self.state_dict()
-            # A script may take adapters alone.
-            embeddings = all(name in given for name in names if name in own) and "auto"
-            names = names if embeddings else _list_saved_names(self, state, embeddings)
-            if slices.are_own_parts(self, given, names):
-                gather = functools.partial(gather_saved_tensors, embeddings=embeddings)
-                kwargs["state_dict"] = slices.make_whole_tensors(self, given, names, gather)
+            with _use_state_dict_of_class(self):
+                names, own = _list_saved_names(self, state, "auto"), self.state_dict()
+                # A script may take adapters alone.
+                embeddings = all(name in given for name in names if name in own) and "auto"
+                names = names if embeddings else _list_saved_names(self, state, embeddings)
+                if slices.are_own_parts(self, given, names):
+                    gather = functools.partial(gather_saved_tensors, embeddings=embeddings)
+                    kwargs["state_dict"] = slices.make_whole_tensors(self, given, names, gather)
         with show_all_stages(base, state):
             original(self, save_directory, *args, **kwargs)
+
+
+@patch(
+    "peft.utils.save_and_load:get_peft_model_state_dict", "gathers in the stored order, from all ranks", copies=True
+)
+def get_state_dict(
+    original: Callable,
+    model: PeftModel,
+    state_dict: dict[str, torch.Tensor] | None = None,
+    *args: object,
+    **kwargs: object,
+) -> dict[str, torch.Tensor]:
+    """Return whole adapters: on all ranks if all of them ask, or on rank 0 alone while the others wait for it."""
+    state, given = runtime.find_parallel_state(model), {} if state_dict is None else state_dict
+    is_part = state_dict is None or getattr(given, "is_part_of_model", False)
+    if state is None or not (is_part or any(isinstance(tensor, DTensor) for tensor in given.values())):
+        return original(model, state_dict, *args, **kwargs)
+
+    def select() -> dict[str, torch.Tensor]:
+        with show_all_stages(_get_base(model), state):
+            return original(model, whole, *args, **kwargs)
+
+    embeddings = bind_by_name(original, (model, state_dict, *args), kwargs).get("save_embedding_layers", "auto")
+    gather = functools.partial(gather_saved_tensors, embeddings=embeddings)
+    if slices.is_alone("get_peft_model_state_dict", model):
+        whole = slices.gather_asked(model, gather)
+        return select()
+    whole = gather(model)
+    return messages.send_from_one(select)
+
+
+@contextlib.contextmanager
+def _use_state_dict_of_class(model: nn.Module) -> Iterator[None]:
+    """Ignore a `state_dict` that a script has put on a model, which gives the adapters alone (Alpaca-LoRA)."""
+    of_script = vars(model).pop("state_dict", None)
+    try:
+        yield
+    finally:
+        if of_script is not None:
+            model.state_dict = of_script  # type: ignore[method-assign]
 
 
 def gather_saved_tensors(model: PeftModel, embeddings: object = "auto") -> dict[str, torch.Tensor]:
     """Gather the tensors that peft saves, as rank 0 is asked for it. Collective."""
     state = runtime.find_parallel_state(model)
     assert state is not None
-    names = messages.send_from_one(lambda: _list_saved_names(model, state, embeddings))
-    return full_state_dict(model, state.mesh, names.__contains__)
+    with _use_state_dict_of_class(model):
+        names = messages.send_from_one(lambda: _list_saved_names(model, state, embeddings))
+        return full_state_dict(model, state.mesh, names.__contains__)
 
 
 def _list_saved_names(model: PeftModel, state: ParallelState, embeddings: object) -> set[str]:
