@@ -1,6 +1,6 @@
 """Draw scripts and layouts at random, and compare each with one process.
 
-    python -m tests.drawn trainers|loops|sft|dpo|reward|kto [--first 0] [--count 50] [--worlds 2 4] [--simplify]
+    python -m tests.drawn KIND [--first 0] [--count 50] [--worlds 2 4] [--simplify]
     python -m tests.drawn trainers --run "model='gpt2' ; optim='adamw_torch'" --spec tp=2     # one of them again
 
 A script is a set of choices. Number N draws the same script and layout everywhere. With `--simplify` a script that
@@ -10,10 +10,16 @@ differs is made simpler, choice by choice, for as long as it differs.
 import argparse
 import traceback
 
-from tests.drawn import loops, trainers, trl_scripts
+from tests.drawn import embed, loops, seq2seq, trainers, trl_scripts
 from tests.drawn.bench import Bench, draw_layout
 
-KINDS = {"trainers": trainers.KIND, "loops": loops.KIND, **trl_scripts.KINDS}
+KINDS = {
+    "trainers": trainers.KIND,
+    "loops": loops.KIND,
+    "seq2seq": seq2seq.KIND,
+    "embed": embed.KIND,
+    **trl_scripts.KINDS,
+}
 
 
 def main() -> None:
