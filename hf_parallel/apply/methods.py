@@ -23,7 +23,7 @@ from hf_parallel.apply.weights import remember_model, resize_token_embeddings
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import get_first_line, refuse
 from hf_parallel.axes.data.lowered import drop_copies
-from hf_parallel.axes.data.parameters import make_identical
+from hf_parallel.axes.data.parameters import forget_holders, make_identical
 from hf_parallel.axes.data.units import (
     follow_weights_dtype,
     forget_gathered_memory,
@@ -169,6 +169,7 @@ def _apply_to_model(model: PreTrainedModel, fn: Callable, *args: object, **kwarg
     Raises:
         NotImplementedError: gradients are being summed, which go with the weights as they are.
     """
+    forget_holders()
     wanted, state = fn(torch.empty((), dtype=model.dtype)).dtype, getattr(model, "_hf_parallel", None)
     # Stages of a pipeline are units that are no modules of the model: its own `_apply` does not find them.
     root: nn.Module = getattr(state, "root", model)
@@ -246,7 +247,8 @@ def _generate_without_cache(mesh: ParallelMesh, model: PreTrainedModel, *args: A
     if has_cache(kwargs) or kwargs.get("use_cache"):
         raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; leave use_cache out")
     if mesh.data_size > 1:
-        kwargs.setdefault("synced_gpus", True)  # data ranks stop together: their stages gather weights together
+        # Data ranks stop together, as their stages gather weights together; Seq2SeqTrainer says False.
+        kwargs["synced_gpus"] = True
     seed = torch.randint(2**31, (1,)).to(mesh.device)
     for axis in ("pp", "cp", "tp"):  # the ranks of one model draw the same tokens
         dist.broadcast(seed, group=mesh.group(axis), group_src=0)

@@ -137,7 +137,7 @@ WAYS: dict[str, tuple] = {
     "model": ("bert", "bert", "roberta", *OTHERS),
     "loss": ("ranking", *LOSSES),
     "rows": (24, 22, 13, 31),
-    "eval_rows": (16, 13, 5, 17),
+    "eval_rows": (16, 13, 8, 17),
     "batch": (8, 4),
     "texts": ("plain", "odd"),
     "alike": (False, True),  # are there rows of one text?
@@ -146,11 +146,12 @@ WAYS: dict[str, tuple] = {
     "lora": ((), (("r", 3), ("target_modules", "all-linear"))),
     "tables": (1, 2),
     "stream": (False, True),
+    "dispatches": (False,),  # would rank 0 read the stream for all? accelerate joins no batches of unlike lengths
     "evaluator": (False, True),
     "prompts": (None, "say: ", {"first": "ask: "}),
     "batch_sampler": ("batch_sampler", "no_duplicates", "no_duplicates_hashed", "group_by_label"),
     "multi_dataset_batch_sampler": ("proportional", "round_robin"),
-    "learning_rate_mapping": (None, {"embeddings": 0.01}),
+    "learning_rate_mapping": (None, {"embed": 0.01}),
     "max_seq_length": (None, 9),
     "callbacks": trainers.WAYS["callbacks"],
     "twice": ("no", "trains_again", "evaluates_first"),
@@ -174,7 +175,7 @@ OF_TRAINER: dict[str, tuple] = {
         *("save_strategy", "save_steps", "save_only_model", "save_total_limit", "load_best_model_at_end"),
         *("dataloader_num_workers", "data_seed", "full_determinism", "bf16"),
     )
-} | {"dataloader_drop_last": (True, False)}
+} | {"dataloader_drop_last": (True,)}  # which the library sets where there are several processes
 CHOICES = {**WAYS, **OF_TRAINER}
 PLAIN = {name: values[0] for name, values in CHOICES.items()}
 
@@ -197,15 +198,13 @@ def fit(chosen: Choices) -> Choices:
     if chosen["stream"]:
         plain |= {"batch_sampler", "tables"}
         chosen["max_steps"] = max(chosen["max_steps"], 4)
-    if chosen["tables"] == 2:
-        plain |= {"eval_sets"}
     if chosen["tables"] == 1:
         plain |= {"multi_dataset_batch_sampler"}
     if columns not in ("classes", "three", "same"):
         plain |= {"batch_sampler"} if chosen["batch_sampler"] == "group_by_label" else set()
     if columns == "lists":
         plain |= {"batch_sampler", "prompts"}
-    if chosen["eval_sets"] == 2:
+    if chosen["tables"] == 2 or chosen["eval_sets"] == 2:
         plain |= {"lr_scheduler_type", "callbacks", "load_best_model_at_end"}
         chosen |= {"load_best_model_at_end": False, "callbacks": "none", "lr_scheduler_type": "constant"}
     if chosen["load_best_model_at_end"] or chosen["callbacks"] == "early_stopping":
@@ -221,6 +220,8 @@ def fit(chosen: Choices) -> Choices:
         chosen |= {"max_steps": 5, "save_strategy": "steps", "save_steps": 1, "save_total_limit": None}
         chosen |= {"save_only_model": False}
         plain |= {"twice", "callbacks", "load_best_model_at_end"}
+    if loss.startswith("cross_lambda"):
+        plain |= {"bf16"}  # which turns the order of scores
     if chosen["bf16"]:
         plain |= {"optim"}
     return {**chosen, **{name: PLAIN[name] for name in plain}}
@@ -258,7 +259,10 @@ def build_data(chosen: Choices, rows: int, seed: int) -> Dataset:
             given["label"] = [dice.random(), dice.random()]
         elif columns == "lists":
             many = 2 + place % 4
-            given |= {"docs": [draw() for _ in range(many)], "labels": [float(dice.randrange(3)) for _ in range(many)]}
+            given |= {
+                "docs": [f"{number} {draw()}" for number in range(many)],
+                "labels": [float(dice.randrange(3)) for _ in range(many)],
+            }
         elif columns in label:
             given["label"] = label[columns]
         return given
@@ -344,6 +348,8 @@ def make(chosen: Choices, model: Any, out: str, data_ranks: int, keeper: Keeper,
     sizes = {"per_device_train_batch_size": size, "per_device_eval_batch_size": size}
     lr = {"learning_rate": 0.05 if given.get("optim", "sgd") == "sgd" else 1e-3, "adam_epsilon": 1e-3}
     arguments = trainers.arguments_of(out, data_ranks, arguments_kind, **{**sizes, **lr, **given})
+    if chosen["stream"]:
+        arguments.accelerator_config.dispatch_batches = chosen["dispatches"]
     options: dict[str, Any] = build_tables(chosen)
     loss = LOSSES[chosen["loss"]][1](model)
     options["loss"] = {"one": loss, "two": LOSSES[chosen["loss"]][1](model)} if chosen["tables"] == 2 else loss
@@ -410,4 +416,4 @@ def tolerances(chosen: Choices) -> tuple[float, float]:
     return 1e-4, 5e-5
 
 
-KIND = Kind(CHOICES, fit, script, tolerances, leaves_out, write=write)
+KIND = Kind(CHOICES, fit, script, tolerances, leaves_out, lambda key: 1.0 if key.isdigit() else 0.0, write)

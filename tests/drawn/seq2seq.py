@@ -77,11 +77,13 @@ def fit(chosen: Choices) -> Choices:
         chosen |= {"generation_max_length": None if chosen["uneven"] else 24}
         if chosen["uneven"] and "max_new_tokens" not in chosen["generation"]:
             chosen |= {"generation": {"max_new_tokens": 6}}
-        chosen |= {"uneven": chosen["uneven"] and chosen["model"] != "mamba", "smoothing": 0.0}
+        chosen |= {"uneven": chosen["uneven"] and chosen["model"] != "mamba"}
     if "num_beams" in chosen["generation"]:
         chosen |= {"generation_num_beams": None}
     if chosen["uneven"] and chosen["collator"] == "default":
         chosen |= {"collator": "own"}
+    if chosen["loss"] != "model":
+        chosen |= {"smoothing": 0.0}
     if chosen["smoothing"] or chosen["uneven"] and chosen["model"] in ENCODERS:
         chosen |= {"collator": "seq2seq"}  # which shifts labels for the decoder
     if chosen["collator"] == "seq2seq" and chosen["model"] in DECODERS:

@@ -125,7 +125,11 @@ PLAIN = {name: values[0] for name, values in CHOICES.items()}
 def fit(chosen: Choices) -> Choices:
     """Take back choices that no script can make together, in one process either."""
     plain: set[str] = set()
-    if chosen["model"] in ("vit", *EXPERTS):  # Trainer alone does not find weights of the Hub's names at the end
+    if chosen["model"] in (
+        "vit",
+        "gpt_neox",
+        *EXPERTS,
+    ):  # Trainer alone does not find weights of the Hub's names at the end
         chosen |= {"load_best_model_at_end": False}
         plain |= {"load_best_model_at_end", "callbacks"}
     if chosen["model"] in ("t5", "bart"):

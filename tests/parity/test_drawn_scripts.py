@@ -6,10 +6,13 @@ mended.
 
 import pytest
 
-from tests.drawn import loops, trainers
+pytest.importorskip("trl")
+pytest.importorskip("peft")
+
+from tests.drawn import loops, seq2seq, trainers
 from tests.drawn.bench import Bench
 
-KINDS = {"trainers": trainers.KIND, "loops": loops.KIND}
+KINDS = {"trainers": trainers.KIND, "loops": loops.KIND, "seq2seq": seq2seq.KIND}
 FOUND = {
     "losses of the last steps, which are not logged": ("trainers", "dp_shard=2", "max_steps=5 ; logging_steps=2"),
     "operations of adapters": ("trainers", "tp=2", "lora=(('r', 3), ('target_modules', 'all-linear'))"),
@@ -45,6 +48,11 @@ FOUND = {
     "batches skipped of a map-style data set that rank 0 reads": (
         *("loops", "dp_shard=2"),
         "rows=31 ; epochs=2 ; dispatch_batches=True ; resumes=True",
+    ),
+    "a smoothed loss of a prediction": ("seq2seq", "dp_shard=2", "smoothing=0.1 ; collator='seq2seq'"),
+    "generation that ends at unlike places": (
+        *("seq2seq", "dp_shard=2,pp=2"),
+        "model='gemma2' ; optimizers='own' ; generation_max_length=24 ; generation={'no_repeat_ngram_size': 2}",
     ),
     "shares of a map-style data set that rank 0 reads": (
         *("loops", "dp_replicate=2,batch_shares=3:1"),

@@ -202,7 +202,7 @@ def evaluate_real_rows(
     # A pipeline need not send logits that nobody wants, and a rank without a row of its own is absent.
     wants = contextlib.nullcontext() if engine is None else replacing(engine, loss_only=prediction_loss_only)
     scope, absent = (
-        means.compute_in_scope(means.Scope(step.share)),
+        means.compute_in_scope(means.Scope(step.share, predicts=True)),
         replacing(runtime.current(), absent=step.real_rows == 0),
     )
     with replacing(record_of(self), step=step, evaluates=True), wants, scope, absent:
