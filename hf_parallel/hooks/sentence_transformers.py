@@ -58,6 +58,15 @@ class PartsOfBatches:
         self.batch_sampler, self.ranks = batch_sampler, ranks
         self.batch_size, self.drop_last = batch_sampler.batch_size // ranks, True
 
+    @property
+    def sampler(self) -> Any:
+        """The order of single texts, which accelerate exchanges for one that goes by a seed."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        self.batch_sampler.sampler = sampler
+
     def __len__(self) -> int:
         return len(self.batch_sampler) * self.ranks
 

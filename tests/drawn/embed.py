@@ -410,9 +410,9 @@ def leaves_out(chosen: Choices, name: str, key: str) -> bool:
 def tolerances(chosen: Choices) -> tuple[float, float]:
     """How far numbers, relative, and weights may be from one process."""
     if chosen["bf16"]:
-        return 5e-2, 5e-2
+        return 1e-1, 5e-2
     if chosen["optim"] in ("adafactor", "rmsprop", "adagrad"):
-        return 2e-3, 6e-3
+        return 5e-3, 6e-3
     return 1e-4, 5e-5
 
 

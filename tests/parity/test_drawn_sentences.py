@@ -14,6 +14,7 @@ from tests.drawn.embed import KIND
 
 FOUND = {
     "batches of one table each": ("dp_shard=2", "tables=2"),
+    "an order by a seed and the epoch": ("dp_shard=2", "num_train_epochs=2 ; data_seed=3"),
     "batches without texts that are alike": ("dp_replicate=2", "alike=True ; batch_sampler='no_duplicates'"),
     "a sum over pairs": ("dp_shard=2", "loss='contrastive_sum'"),
     "a mean over documents": ("dp_shard=2", "loss='cross_adr'"),
