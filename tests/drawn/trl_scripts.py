@@ -7,6 +7,7 @@ evaluation), what `train` and `evaluate` return, the set of gradients of each st
 import random
 import re
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pydoc_data.topics import topics
 from typing import Any
@@ -412,7 +413,13 @@ def without_chance(numbers: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_script(
-    trainer: str, chosen: Choices, folder: str, out: str, spec: str | None, part: str = "whole"
+    trainer: str,
+    chosen: Choices,
+    folder: str,
+    out: str,
+    spec: str | None,
+    part: str = "whole",
+    make: Callable = make,
 ) -> dict[str, Any]:
     """What the script does and finds, by name. `part` is whole, or what comes "before" a stop or "after" it."""
     data_ranks = activate(spec)
