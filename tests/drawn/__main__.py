@@ -39,7 +39,7 @@ def main() -> None:
     try:
         for seed in [0] if given.run is not None else range(given.first, given.first + given.count):
             chosen = kind.draw(seed) if given.run is None else kind.read(given.run)
-            spec = given.spec or draw_layout(seed, chosen, tuple(given.worlds))
+            spec = given.spec or draw_layout(seed, chosen, tuple(given.worlds), kind.left_out)
             try:
                 ended, words = bench.try_script(chosen, spec)
                 if given.simplify and ended in ("differs", "fails"):

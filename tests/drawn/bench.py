@@ -65,6 +65,7 @@ class Kind:
             gradients in each step, under "gradient_keys"; and the folder that it saved, under "folder".
         tolerances: of numbers, relative, and of weights.
         leaves_out: is a number, by its name and key, not compared under these choices?
+        left_out: axes and keys that no layout of such scripts has.
         write: `write(model, folder)` writes an untrained model.
         size: by a number's key, how large what it is the difference of may be: a tolerance is relative to that.
     """
@@ -76,6 +77,7 @@ class Kind:
     leaves_out: Callable[[Choices, str, str], bool]
     size: Callable[[str], float] = lambda key: 0.0
     write: Callable[[str, str], None] = lambda model, folder: models.build(model).save_pretrained(folder)
+    left_out: tuple[str, ...] = ()
 
     @property
     def plain(self) -> Choices:
@@ -100,12 +102,14 @@ class Kind:
         return {**self.plain, **{name: ast.literal_eval(value) for name, value in given.items()}}
 
 
-def draw_layout(seed: int, chosen: Choices, worlds: tuple[int, ...] = (2, 2, 2, 4)) -> str:
-    """Draw a spec: one to three axes, and about one further key of those that go with them."""
+def draw_layout(
+    seed: int, chosen: Choices, worlds: tuple[int, ...] = (2, 2, 2, 4), left_out: tuple[str, ...] = ()
+) -> str:
+    """Draw a spec: one to three axes, and about one further key of those that go with them, but none left out."""
     dice = random.Random(f"layout {seed}")
     world = dice.choice(worlds)
     sizes = dice.choice({2: [(2,)], 4: [(2, 2), (2, 2), (4,)], 8: [(2, 2, 2), (2, 2, 2), (4, 2)]}[world])
-    left_out = NOT_OF_TWO_STACKS if chosen["model"] in TWO_STACKS else ()
+    left_out += NOT_OF_TWO_STACKS if chosen["model"] in TWO_STACKS else ()
     axis_names = [name for name in ("dp_shard", "dp_replicate", "tp", "pp", "cp") if name not in left_out]
     names = dice.sample(axis_names, len(sizes))
     spec = {name: str(size) for name, size in zip(names, sizes, strict=True)}
@@ -166,7 +170,7 @@ class Bench:
     def check_drawn(self, seed: int) -> None:
         """Fail unless the script and the layout of this number are equal to one process, or refused in words."""
         chosen = self.kind.draw(seed)
-        self.check(chosen, draw_layout(seed, chosen), ("equal", "refused", "no script"))
+        self.check(chosen, draw_layout(seed, chosen, left_out=self.kind.left_out), ("equal", "refused", "no script"))
 
     def compare(self, ranks: list[dict[str, Any]], reference: dict[str, Any], chosen: Choices) -> list[str]:
         """Return every difference in words. Of a run that was resumed only what comes after it is compared."""

@@ -15,6 +15,9 @@ from sentence_transformers import (
     CrossEncoder,
     CrossEncoderTrainer,
     CrossEncoderTrainingArguments,
+    MultiVectorEncoder,
+    MultiVectorEncoderTrainer,
+    MultiVectorEncoderTrainingArguments,
     SentenceTransformer,
     SentenceTransformerTrainer,
     SentenceTransformerTrainingArguments,
@@ -25,6 +28,8 @@ from sentence_transformers import (
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.cross_encoder import losses as cross
 from sentence_transformers.cross_encoder.evaluation import CrossEncoderCorrelationEvaluator
+from sentence_transformers.multi_vector_encoder import losses as multi
+from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from sentence_transformers.sentence_transformer import losses as dense
 from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
 from sentence_transformers.sentence_transformer.modules import Pooling
@@ -130,6 +135,13 @@ LOSSES: dict[str, tuple[str, Callable[..., Any]]] = {
     "splade_triplet": (
         *("triples", lambda model: sparse.SpladeLoss(model, sparse.SparseTripletLoss(model), 0.03, 0.05)),
     ),
+    "multi_ranking": ("pairs", lambda model: multi.MultiVectorMultipleNegativesRankingLoss(model)),
+    "multi_triples": ("triples", lambda model: multi.MultiVectorMultipleNegativesRankingLoss(model)),
+    "multi_cached": (
+        *("pairs", lambda model: multi.CachedMultiVectorMultipleNegativesRankingLoss(model, mini_batch_size=3)),
+    ),
+    "multi_margin": ("margins", lambda model: multi.MultiVectorMarginMSELoss(model)),
+    "multi_distill": ("margins_of_two", lambda model: multi.MultiVectorDistillKLDivLoss(model)),
     "csr": ("pairs", lambda model: sparse.CSRLoss(model, beta=0.1, gamma=1.0)),
 }
 ENCODERS, OTHERS = ("bert", "roberta"), ("llama", "qwen3")
@@ -195,6 +207,9 @@ def fit(chosen: Choices) -> Choices:
         plain |= {"gradient_checkpointing"}
     if chosen["lora"] and family != "sentence":
         plain |= {"lora"}
+    if family == "cross":
+        plain |= {"stream"}
+        chosen["stream"] = False
     if chosen["stream"]:
         plain |= {"batch_sampler", "tables"}
         chosen["max_steps"] = max(chosen["max_steps"], 4)
@@ -228,9 +243,9 @@ def fit(chosen: Choices) -> Choices:
 
 
 def family_of(chosen: Choices) -> str:
-    """Which of the library's three models a loss is for."""
+    """Which of the library's four models a loss is for."""
     first = chosen["loss"].split("_")[0]
-    return {"cross": "cross", "splade": "sparse", "csr": "sparse"}.get(first, "sentence")
+    return {"cross": "cross", "multi": "multi", "splade": "sparse", "csr": "sparse"}.get(first, "sentence")
 
 
 # ---- data ----------------------------------------------------------------------------------------------------------
@@ -313,6 +328,12 @@ def load(chosen: Choices, folder: str) -> Any:
         model = CrossEncoder(folder, num_labels=labels, max_length=chosen["max_seq_length"], model_kwargs=kwargs)
         model.model.config.pad_token_id = 0
         return model
+    if family == "multi":
+        tokens = {"module_input_name": "token_embeddings"}
+        narrow = Dense(64, 11, bias=False, activation_function=torch.nn.Identity(), **tokens)
+        return MultiVectorEncoder(
+            modules=[Transformer(folder, **length), narrow, MultiVectorMask(), Normalize(**tokens)]
+        )
     if chosen["loss"] == "csr":
         modules = [Transformer(folder, **length), Pooling(64), SparseAutoEncoder(64, hidden_dim=96, k=8, k_aux=16)]
         return SparseEncoder(modules=modules)
@@ -332,6 +353,7 @@ def load(chosen: Choices, folder: str) -> Any:
 KINDS = {
     "sentence": (SentenceTransformerTrainer, SentenceTransformerTrainingArguments, EmbeddingSimilarityEvaluator),
     "cross": (CrossEncoderTrainer, CrossEncoderTrainingArguments, CrossEncoderCorrelationEvaluator),
+    "multi": (MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments, None),
     "sparse": (SparseEncoderTrainer, SparseEncoderTrainingArguments, SparseEmbeddingSimilarityEvaluator),
 }
 
@@ -346,7 +368,10 @@ def make(chosen: Choices, model: Any, out: str, data_ranks: int, keeper: Keeper,
     given |= {name: chosen[name] for name in names if chosen[name] != PLAIN[name]}
     size = chosen["batch"] // data_ranks
     sizes = {"per_device_train_batch_size": size, "per_device_eval_batch_size": size}
-    lr = {"learning_rate": 0.05 if given.get("optim", "sgd") == "sgd" else 1e-3, "adam_epsilon": 1e-3}
+    lr = {
+        "learning_rate": 0.005 if chosen["bf16"] else 0.05 if given.get("optim", "sgd") == "sgd" else 1e-3,
+        "adam_epsilon": 1e-3,
+    }
     arguments = trainers.arguments_of(out, data_ranks, arguments_kind, **{**sizes, **lr, **given})
     if chosen["stream"]:
         arguments.accelerator_config.dispatch_batches = chosen["dispatches"]
@@ -355,7 +380,7 @@ def make(chosen: Choices, model: Any, out: str, data_ranks: int, keeper: Keeper,
     options["loss"] = {"one": loss, "two": LOSSES[chosen["loss"]][1](model)} if chosen["tables"] == 2 else loss
     if chosen["optimizers"] != "of_arguments":
         options["optimizers"] = trainers.own_optimizer({**chosen, "optim": "adamw_torch"}, model)
-    if chosen["evaluator"] and chosen["loss"] != "cross_classes":
+    if chosen["evaluator"] and chosen["loss"] != "cross_classes" and evaluator is not None:
         pairs = build_data({**chosen, "loss": "cosine"}, 7, 9)
         texts = [list(pairs["first"]), list(pairs["second"])]
         scores = list(pairs["label"])
@@ -372,6 +397,8 @@ def read_texts(chosen: Choices, model: Any) -> dict[str, float]:
     texts = ["an odd number of texts", "of other lengths", "three"]
     if family_of(chosen) == "cross":
         found = model.predict([(text, texts[0]) for text in texts], convert_to_tensor=True)
+    elif family_of(chosen) == "multi":  # a vector for each token
+        found = torch.cat(list(model.encode_query(texts)))
     else:
         found = model.encode(texts, convert_to_tensor=True)
     found = found.to_dense() if found.is_sparse else found
@@ -391,14 +418,14 @@ def script(chosen: Choices, folder: str, out: str, spec: str | None, part: str =
     found |= {"texts before": before, "evaluate": trainer.evaluate(), **trainers.read_state(trainer)}
     found["texts after"] = read_texts(chosen, trainer.model)
     trainer.save_model(f"{out}/saved")
-    for name in ("2_Dense", "2_SparseAutoEncoder"):
+    for name in ("1_Dense", "2_Dense", "2_SparseAutoEncoder"):
         saved = weights(f"{out}/saved/{name}")
         found |= {f"{name} {key}": {"sum": float(value.double().abs().sum())} for key, value in saved.items()}
     return {"found": found, "gradient_keys": keeper.gradient_keys, "folder": f"{out}/saved"}
 
 
 #: What does not depend on a stop, before which more is logged.
-OF_RESUMED = ("evaluate", "texts", "2_")
+OF_RESUMED = ("evaluate", "texts", "1_", "2_")
 
 
 def leaves_out(chosen: Choices, name: str, key: str) -> bool:
@@ -416,4 +443,7 @@ def tolerances(chosen: Choices) -> tuple[float, float]:
     return 1e-4, 5e-5
 
 
-KIND = Kind(CHOICES, fit, script, tolerances, leaves_out, lambda key: 1.0 if key.isdigit() else 0.0, write)
+KIND = Kind(
+    *(CHOICES, fit, script, tolerances, leaves_out, lambda key: 1.0 if key.isdigit() else 0.1, write),
+    left_out=("pp", "tiled_mlp", "padding_free", "pack_tokens", "lean_loss", "attention", "batch_shares"),
+)

@@ -44,7 +44,6 @@ OF_BOTH: dict[str, tuple] = {
     "shuffle_dataset": (True, False),
     "disable_dropout": (False, True),
     "pad_to_multiple_of": (None, 8),
-    "log_completions": (False, True),
     "log_unique_prompts": (False, True),
 }
 OF_ONE: dict[str, dict[str, tuple]] = {
