@@ -56,8 +56,9 @@ def replace_methods(
         again: makes another model parallel in the same way.
     """
     remember_model(model)
-    if not hasattr(model, "base_model_prefix"):
-        return  # not a transformers model
+    if not hasattr(model, "base_model_prefix"):  # not a transformers model
+        _save_by_own_methods(model, {}, mesh)
+        return
     bind(model, "save_pretrained", functools.partial(_save_pretrained, mesh, pipeline))
     slices.let_ask(model, functools.partial(full_state_dict, mesh=mesh))
     bind(model, "resize_token_embeddings", resize_token_embeddings)
@@ -315,13 +316,17 @@ def share_own(model: nn.Module, parts: Mapping[str, PreTrainedModel], mesh: Para
 
 def replace_methods_around(model: nn.Module, parts: Mapping[str, PreTrainedModel], mesh: ParallelMesh) -> None:
     """Let the module's own ways to save find whole weights (rank 0 writes, all take part), and take whole ones."""
+    _save_by_own_methods(model, parts, mesh)
+    bind(model, "load_state_dict", _load_state_dict)
+    slices.let_ask(model, functools.partial(full_state_dict, mesh=mesh))
+    slices.count_changes_from_first_call(model)
+
+
+def _save_by_own_methods(model: nn.Module, parts: Mapping[str, PreTrainedModel], mesh: ParallelMesh) -> None:
     for name in ("save", "save_pretrained"):
         method = getattr(model, name, None)
         if callable(method):
             bind(model, name, functools.partial(_save, parts, mesh, method))
-    bind(model, "load_state_dict", _load_state_dict)
-    slices.let_ask(model, functools.partial(full_state_dict, mesh=mesh))
-    slices.count_changes_from_first_call(model)
 
 
 def _save(

@@ -78,6 +78,7 @@ LEFT_OUT = (
     *("eval_use_gather_object", "average_tokens_across_devices"),
 )
 ARGUMENTS = {name: values for name, values in OF_TRAINER.items() if name not in LEFT_OUT}
+ARGUMENTS["optim"] = ("sgd", "adamw_torch")  # others make a step of a rounding, and a step may turn a token
 CHOICES = {kind: {**WAYS, **OF_BOTH, **OF_ONE[kind], **ARGUMENTS} for kind in CLASSES}
 
 

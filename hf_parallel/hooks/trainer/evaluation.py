@@ -222,6 +222,7 @@ def evaluate_real_rows(
         loss = (loss if step.weighted else means.weigh_loss(loss, step.share)).detach().float().clone()
         dist.all_reduce(loss, group=runtime.mesh().data_group)
         loss = loss / runtime.mesh().data_size
+    if loss is not None:
         cut = getattr(dealt.active_dataloader, "remainder_by_length", dealt.remainder)
         if dealt.end_of_dataloader and cut not in (-1, dealt.remainder) and not gathers_all:  # -1: of unknown length
             self.gather_function = functools.partial(_gather_losses, self, self.gather_function, cut)
