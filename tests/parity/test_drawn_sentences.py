@@ -21,7 +21,9 @@ FOUND = {
     "a mean over pairs of documents": ("dp_replicate=2", "loss='cross_lambda' ; tables=2"),
     "unlike numbers of calls of the model": ("dp_shard=2", "loss='cross_list_net'"),
     "latents that no example has used": ("dp_shard=2", "loss='csr'"),
-    "a save of a module that is no transformers model": ("dp_shard=2", "base='static'"),
+    "a save of a module that is no transformers model, and its weights again": (
+        *("dp_shard=2", "base='static' ; resumes=True ; max_steps=5 ; save_strategy='steps'"),
+    ),
     "a moved model with a bias that is tied": ("dp_shard=2", "loss='splade'"),
 }
 

@@ -17,6 +17,7 @@ FOUND = {
     "label smoothing in an evaluation": ("sft", "dp_shard=2", "label_smoothing_factor=0.1 ; eval_rows=17"),
     "a loss function in an evaluation": ("sft", "dp_shard=2", "loss='function' ; eval_rows=17 ; data='completion'"),
     "a trial of how a loss is cut, of targets without tokens": ("dpo", "cp=2,pp=2", ""),
+    "a trial of how a loss is cut, of prompts without their last token": ("grpo", "cp=2,pp=2", ""),
     "figures of the reference, of a data set in memory": ("dpo", "tp=2", "precompute_ref_log_probs=True"),
     "figures of the reference in a ragged batch": ("kto", "dp_shard=2", "precompute_ref_log_probs=True"),
     "pairs in a ragged batch of an evaluation": ("dpo", "dp_replicate=2", ""),

@@ -201,6 +201,8 @@ def _disturb_batch(engine: StageRunner, batch: Batch, generator: torch.Generator
     for key, value in batch.items():
         if not torch.is_tensor(value) or value.dim() != 2 or value.is_floating_point():
             continue
+        if key == "prompt_mask":  # at a prompt's last token the first one of its completion is predicted
+            continue
         fill: int | None
         if key.endswith("labels"):
             fill = -100
