@@ -255,7 +255,7 @@ def _generate_without_cache(mesh: ParallelMesh, model: PreTrainedModel, *args: A
         dist.broadcast(seed, group=mesh.group(axis), group_src=0)
     with mesh.fork_random_state():
         torch.manual_seed(int(seed))
-        return type(model).generate(model, *args, **kwargs, use_cache=False)
+        return type(model).generate(model, *args, **{**kwargs, "use_cache": False})
 
 
 # ---- A module around parallel models, such as one that pools what an encoder gives and adds a layer behind it

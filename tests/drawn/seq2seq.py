@@ -249,6 +249,7 @@ def script(chosen: Choices, folder: str, out: str, spec: str | None, part: str =
 def leaves_out(chosen: Choices, name: str, key: str) -> bool:
     """Is this number, or all of this name, not that of one process?"""
     low, resumed = trainers.is_low(chosen), chosen["resumes"] and not name.startswith("predicted ")
+    low |= chosen["uneven"] and not chosen["predict_with_generate"]  # what is predicted at padding goes by who padded
     if low and (name.startswith("predicted ") or key.endswith(("generated", "share", "checksum")) or "best" in key):
         return True
     return trainers.leaves_out({**chosen, "resumes": resumed, "uneven_lengths": chosen["uneven"]}, name, key) and not (

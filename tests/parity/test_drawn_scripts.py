@@ -50,6 +50,10 @@ FOUND = {
         "rows=31 ; epochs=2 ; dispatch_batches=True ; resumes=True",
     ),
     "a smoothed loss of a prediction": ("seq2seq", "dp_shard=2", "smoothing=0.1 ; collator='seq2seq'"),
+    "generation told to keep no cache": (
+        *("seq2seq", "pp=2"),
+        "model='gpt2' ; generation_max_length=24 ; generation_from='call'",
+    ),
     "generation that ends at unlike places": (
         *("seq2seq", "dp_shard=2,pp=2"),
         "model='gemma2' ; optimizers='own' ; generation_max_length=24 ; generation={'no_repeat_ngram_size': 2}",
