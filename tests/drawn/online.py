@@ -53,7 +53,8 @@ OF_ONE: dict[str, dict[str, tuple]] = {
         "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
         "scale_rewards": ("group", "batch", "none"),
         "loss_type": ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"),
-        "top_entropy_quantile": (1.0, 0.5),
+        # Completions of one prompt share their first entropy: where the quantile is among these, rounding decides.
+        "top_entropy_quantile": (1.0,),
         "off_policy_mask_threshold": (None, 0.5),
         "use_bias_correction_kl": (False, True),
     },
