@@ -23,7 +23,7 @@ from hf_parallel.apply.weights import remember_model, resize_token_embeddings
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import get_first_line, refuse
 from hf_parallel.axes.data.lowered import drop_copies
-from hf_parallel.axes.data.parameters import make_identical
+from hf_parallel.axes.data.parameters import forget_holders, make_identical
 from hf_parallel.axes.data.units import (
     follow_weights_dtype,
     forget_gathered_memory,
@@ -56,8 +56,9 @@ def replace_methods(
         again: makes another model parallel in the same way.
     """
     remember_model(model)
-    if not hasattr(model, "base_model_prefix"):
-        return  # not a transformers model
+    if not hasattr(model, "base_model_prefix"):  # not a transformers model
+        _save_and_load_whole(model, {}, mesh)
+        return
     bind(model, "save_pretrained", functools.partial(_save_pretrained, mesh, pipeline))
     slices.let_ask(model, functools.partial(full_state_dict, mesh=mesh))
     bind(model, "resize_token_embeddings", resize_token_embeddings)
@@ -169,6 +170,7 @@ def _apply_to_model(model: PreTrainedModel, fn: Callable, *args: object, **kwarg
     Raises:
         NotImplementedError: gradients are being summed, which go with the weights as they are.
     """
+    forget_holders()
     wanted, state = fn(torch.empty((), dtype=model.dtype)).dtype, getattr(model, "_hf_parallel", None)
     # Stages of a pipeline are units that are no modules of the model: its own `_apply` does not find them.
     root: nn.Module = getattr(state, "root", model)
@@ -246,13 +248,14 @@ def _generate_without_cache(mesh: ParallelMesh, model: PreTrainedModel, *args: A
     if has_cache(kwargs) or kwargs.get("use_cache"):
         raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; leave use_cache out")
     if mesh.data_size > 1:
-        kwargs.setdefault("synced_gpus", True)  # data ranks stop together: their stages gather weights together
+        # Data ranks stop together, as their stages gather weights together; Seq2SeqTrainer says False.
+        kwargs["synced_gpus"] = True
     seed = torch.randint(2**31, (1,)).to(mesh.device)
     for axis in ("pp", "cp", "tp"):  # the ranks of one model draw the same tokens
         dist.broadcast(seed, group=mesh.group(axis), group_src=0)
     with mesh.fork_random_state():
         torch.manual_seed(int(seed))
-        return type(model).generate(model, *args, **kwargs, use_cache=False)
+        return type(model).generate(model, *args, **{**kwargs, "use_cache": False})
 
 
 # ---- A module around parallel models, such as one that pools what an encoder gives and adds a layer behind it
@@ -313,13 +316,18 @@ def share_own(model: nn.Module, parts: Mapping[str, PreTrainedModel], mesh: Para
 
 def replace_methods_around(model: nn.Module, parts: Mapping[str, PreTrainedModel], mesh: ParallelMesh) -> None:
     """Let the module's own ways to save find whole weights (rank 0 writes, all take part), and take whole ones."""
+    _save_and_load_whole(model, parts, mesh)
+    slices.let_ask(model, functools.partial(full_state_dict, mesh=mesh))
+    slices.count_changes_from_first_call(model)
+
+
+def _save_and_load_whole(model: nn.Module, parts: Mapping[str, PreTrainedModel], mesh: ParallelMesh) -> None:
     for name in ("save", "save_pretrained"):
         method = getattr(model, name, None)
         if callable(method):
             bind(model, name, functools.partial(_save, parts, mesh, method))
-    bind(model, "load_state_dict", _load_state_dict)
-    slices.let_ask(model, functools.partial(full_state_dict, mesh=mesh))
-    slices.count_changes_from_first_call(model)
+    if parts or type(model).load_state_dict is nn.Module.load_state_dict:
+        bind(model, "load_state_dict", _load_state_dict)
 
 
 def _save(

@@ -103,7 +103,8 @@ def call_in_pieces(
     if pieces <= 1:
         return mlp(x)
     run = functools.partial(checkpoint, mlp, use_reentrant=False) if torch.is_grad_enabled() else mlp
-    return torch.cat([run(piece) for piece in x.split(math.ceil(length / pieces), dim=-2)], dim=-2)
+    parts = x.split(math.ceil(length / pieces), dim=-2)
+    return torch.cat([run(part.contiguous()) for part in parts], dim=-2)  # GPT-2's layers take a view of their input
 
 
 # ---- the proof ------------------------------------------------------------------------------------------------------

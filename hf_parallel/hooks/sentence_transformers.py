@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
@@ -24,6 +25,7 @@ from hf_parallel.hooks.accelerate.paired_losses import (
     count_examples_of_ranks,
 )
 from hf_parallel.hooks.patching import patch
+from hf_parallel.hooks.trainer.means import correct_mean
 from hf_parallel.ranks import gather_sequence
 from hf_parallel.ranks.messages import gather_objects
 
@@ -50,6 +52,49 @@ def keep_last_batch(original: Callable, self: TrainingArguments) -> None:
     original(self)
     if runtime.mesh().data_size == 1:
         self.dataloader_drop_last = asked
+
+
+class PartsOfBatches:
+    """A batch sampler that gives the batches of one process in parts, one for each data rank in turn.
+
+    Which texts a batch holds may depend on its size: those of one table, or no two that are alike.
+    """
+
+    def __init__(self, batch_sampler: Any, ranks: int) -> None:
+        self.batch_sampler, self.ranks = batch_sampler, ranks
+        self.batch_size, self.drop_last = batch_sampler.batch_size // ranks, True
+
+    @property
+    def sampler(self) -> Any:
+        """The order of single texts, which accelerate exchanges for one that goes by a seed."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        self.batch_sampler.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler) * self.ranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.batch_sampler:
+            yield from (batch[start : start + self.batch_size] for start in range(0, len(batch), self.batch_size))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, as accelerate tells its own samplers."""
+        self.batch_sampler.set_epoch(epoch)
+
+
+@patch("sentence_transformers.base.trainer:BaseTrainer._build_dataloader", "draws batches of one data rank")
+def build_dataloader(original: Callable, self: Any, dataset: Any, batch_size: int, *args: Any, **kwargs: Any) -> Any:
+    """Draw the batches of one process; each data rank takes its part of them."""
+    ranks = runtime.mesh().data_size
+    whole = original(self, dataset, batch_size * ranks, *args, **kwargs)
+    drawn: Any = getattr(whole, "batch_sampler", None)
+    if ranks == 1 or self.accelerator.split_batches or not hasattr(drawn, "set_epoch") or not drawn.drop_last:
+        return whole if ranks == 1 else original(self, dataset, batch_size, *args, **kwargs)
+    vars(whole)["batch_sampler"] = PartsOfBatches(drawn, ranks)
+    return whole
 
 
 @patch("sentence_transformers.base.trainer:BaseTrainer.prepare_loss", "may hold own weights")
@@ -83,13 +128,78 @@ def prepare_loss(original: Callable, self: Trainer, loss: nn.Module, model: nn.M
         )
     if mesh.data_size > 1:
         for part in prepared.modules():
-            _compare_over_data_ranks(part)
+            names = {
+                kind.__name__ for kind in type(part).__mro__ if kind.__module__.startswith("sentence_transformers.")
+            }
+            if "SparseAutoEncoder" in names:
+                _find_dead_latents_together(part)
+            elif names & _LISTWISE.keys() or "ContrastiveLoss" in names and not part.size_average:
+                _count_over_data_ranks(part, names)
+            else:
+                _compare_over_data_ranks(part)
     return prepared
+
+
+def _find_dead_latents_together(encoder: Any) -> None:
+    """Let a latent be dead that no example of any data rank has used for a while."""
+    mask: Any = encoder.auxk_mask_fn
+
+    def mask_together(latents: torch.Tensor) -> torch.Tensor:
+        if encoder.training and torch.is_grad_enabled():  # each rank has just counted its own examples
+            dist.all_reduce(encoder.stats_last_nonzero, dist.ReduceOp.MIN, group=runtime.mesh().data_group)
+        return mask(latents)
+
+    encoder.auxk_mask_fn = mask_together
+
+
+#: Losses of cross-encoders for lists of documents: how much a list counts in the mean, by its labels.
+_LISTWISE: dict[str, Callable[[Any, torch.Tensor], float]] = {
+    "PListMLELoss": lambda loss, labels: 1.0,
+    "ListNetLoss": lambda loss, labels: 1.0,
+    "ADRMSELoss": lambda loss, labels: float(len(labels)),
+    "LambdaLoss": lambda loss, labels: (
+        float(len(labels)) ** 2
+        if type(loss.weighting_scheme).__name__ == "NDCGLoss1Scheme"
+        else float((labels[:, None] > labels[None]).sum())  # pairs of which one document is better
+    ),
+}
+
+
+def _count_over_data_ranks(loss: Any, names: set[str]) -> None:
+    """Let a loss be that of all data ranks' pairs of texts or documents, of which each rank has its own number.
+
+    Raises:
+        SpecError: how many they are depends on the scores.
+    """
+    mesh, forward, counts = (
+        runtime.mesh(),
+        loss.forward,
+        next((_LISTWISE[name] for name in names & _LISTWISE.keys()), None),
+    )
+    if counts is not None:
+        loss.mini_batch_size = -1  # else data ranks would call the model unlike numbers of times
+    if getattr(loss, "k", None):
+        why = f"its pairs depend on the scores, of which each of {mesh.data_size} data ranks has its own"
+        refuse(
+            f"{type(loss).__name__} with k={loss.k}", why, do=f"tp={mesh.config.world_size} works, and so does k=None"
+        )
+
+    def weighted(inputs: Any, labels: Any, *args: object, **kwargs: object) -> torch.Tensor:
+        value = forward(inputs, labels, *args, **kwargs)
+        if counts is not None:  # a mean over nothing is zero
+            count = max(sum(counts(loss, part) for part in labels), 1e-9)
+            return correct_mean(value, torch.tensor(count, device=value.device))
+        present = torch.tensor(float(not runtime.is_absent()), device=value.device)
+        dist.all_reduce(present, group=mesh.data_group)
+        return correct_mean(value * present, torch.ones_like(present))  # a sum
+
+    loss.forward = weighted
 
 
 #: Losses that compare the embeddings of a batch with each other, and take them in one call.
 _COMPARING = {
     *("CoSENTLoss", "OnlineContrastiveLoss", "GlobalOrthogonalRegularizationLoss", "FlopsLoss"),
+    "CSRReconstructionLoss",
     *("BatchAllTripletLoss", "BatchHardTripletLoss", "BatchSemiHardTripletLoss"),
 }
 #: Losses that compare the examples of a batch in a way that cannot be gathered from outside, and others that work.
@@ -101,6 +211,10 @@ _CLOSED = {
     "cross_encoder.losses.multiple_negatives_ranking.MultipleNegativesRankingLoss": "LambdaLoss",
     "sparse_encoder.losses.csr.CSRLoss": "SpladeLoss",
 }
+
+
+def _is_embedding(value: object) -> bool:
+    return torch.is_tensor(value) and value.is_floating_point() and value.ndim == 2
 
 
 def _compare_over_data_ranks(loss: nn.Module) -> None:
@@ -124,9 +238,12 @@ def _compare_over_data_ranks(loss: nn.Module) -> None:
         compute: Any = loss.compute_loss_from_embeddings
 
         def over_all(embeddings: Any, labels: torch.Tensor | None = None) -> object:
-            own = tree_leaves(embeddings)
+            # CSR gives all features of a batch, of which it compares rows of numbers.
+            own = [part for part in tree_leaves(embeddings) if _is_embedding(part)]
             examples = count_examples_of_ranks(own[0])
-            gathered = tree_map(lambda part: OfAllRanks.apply(part, examples), embeddings)
+            gathered = tree_map(
+                lambda part: OfAllRanks.apply(part, examples) if _is_embedding(part) else part, embeddings
+            )
             if labels is None:
                 return compute(gathered)
             return compute(gathered, OfAllRanks.apply(labels, examples))

@@ -1,6 +1,6 @@
 """Draw scripts and layouts at random, and compare each with one process.
 
-    python -m tests.drawn trainers|loops|sft|dpo|reward|kto [--first 0] [--count 50] [--worlds 2 4] [--simplify]
+    python -m tests.drawn KIND [--first 0] [--count 50] [--worlds 2 4] [--simplify]
     python -m tests.drawn trainers --run "model='gpt2' ; optim='adamw_torch'" --spec tp=2     # one of them again
 
 A script is a set of choices. Number N draws the same script and layout everywhere. With `--simplify` a script that
@@ -10,10 +10,17 @@ differs is made simpler, choice by choice, for as long as it differs.
 import argparse
 import traceback
 
-from tests.drawn import loops, trainers, trl_scripts
+from tests.drawn import embed, loops, online, seq2seq, trainers, trl_scripts
 from tests.drawn.bench import Bench, draw_layout
 
-KINDS = {"trainers": trainers.KIND, "loops": loops.KIND, **trl_scripts.KINDS}
+KINDS = {
+    "trainers": trainers.KIND,
+    "loops": loops.KIND,
+    "seq2seq": seq2seq.KIND,
+    "embed": embed.KIND,
+    **online.KINDS,
+    **trl_scripts.KINDS,
+}
 
 
 def main() -> None:
@@ -32,7 +39,7 @@ def main() -> None:
     try:
         for seed in [0] if given.run is not None else range(given.first, given.first + given.count):
             chosen = kind.draw(seed) if given.run is None else kind.read(given.run)
-            spec = given.spec or draw_layout(seed, chosen, tuple(given.worlds))
+            spec = given.spec or draw_layout(seed, chosen, tuple(given.worlds), kind.left_out)
             try:
                 ended, words = bench.try_script(chosen, spec)
                 if given.simplify and ended in ("differs", "fails"):

@@ -5,10 +5,18 @@ Compared are all of Trainer's log (losses, norms, learning rates, metrics of eac
 """
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoConfig, EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback
+from transformers import (
+    AutoConfig,
+    EarlyStoppingCallback,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from tests import models, training
 from tests.drawn.bench import EXPERTS, Choices, Kind, summarise
@@ -117,7 +125,11 @@ PLAIN = {name: values[0] for name, values in CHOICES.items()}
 def fit(chosen: Choices) -> Choices:
     """Take back choices that no script can make together, in one process either."""
     plain: set[str] = set()
-    if chosen["model"] in ("vit", *EXPERTS):  # Trainer alone does not find weights of the Hub's names at the end
+    if chosen["model"] in (
+        "vit",
+        "gpt_neox",
+        *EXPERTS,
+    ):  # Trainer alone does not find weights of the Hub's names at the end
         chosen |= {"load_best_model_at_end": False}
         plain |= {"load_best_model_at_end", "callbacks"}
     if chosen["model"] in ("t5", "bart"):
@@ -319,8 +331,8 @@ def own_optimizer(chosen: Choices, model: torch.nn.Module) -> tuple:
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
-def make(chosen: Choices, model: Any, out: str, data_ranks: int, keeper: Keeper, stop: int | None) -> Trainer:
-    """The script's trainer."""
+def read_arguments(chosen: Choices, out: str, data_ranks: int, kind: type = TrainingArguments, **more: Any) -> Any:
+    """The script's arguments; `more` are those that a kind of trainer has besides."""
     given = {name: chosen[name] for name in ARGUMENTS if chosen[name] != PLAIN[name]}
     given |= {"include_for_metrics": list(chosen["include_for_metrics"])}
     given |= {name: chosen[name] for name in ("eval_steps", "save_steps")}  # whose defaults are longer than any run
@@ -328,11 +340,21 @@ def make(chosen: Choices, model: Any, out: str, data_ranks: int, keeper: Keeper,
     size = chosen["batch"] if split else chosen["batch"] // data_ranks
     sizes = {"per_device_train_batch_size": size, "per_device_eval_batch_size": size}
     lr = {"learning_rate": learning_rate(chosen), "adam_epsilon": 1e-3}
-    arguments = arguments_of(out, data_ranks, **{**sizes, **lr, **given})
-    tables = {"eval_dataset": build_data(chosen, chosen["eval_rows"], EVAL_SEED, False)}
+    return arguments_of(out, data_ranks, kind, **{**sizes, **lr, **given, **more})
+
+
+def callbacks_of(chosen: Choices, keeper: Keeper, stop: int | None) -> list[TrainerCallback]:
+    """The script's callbacks, and what keeps gradients for a comparison and stops before a resumption."""
+    own = {"early_stopping": [EarlyStoppingCallback(1)], "control": [Control()], "stop": [Stop(2)]}
+    return [keeper, *own.get(chosen["callbacks"], []), *([] if stop is None else [Stop(stop)])]
+
+
+def options_of(chosen: Choices, model: Any, build: Callable = build_data) -> dict[str, Any]:
+    """What the script gives to its trainer beside a model, arguments and callbacks."""
+    tables = {"eval_dataset": build(chosen, chosen["eval_rows"], EVAL_SEED, False)}
     if chosen["eval_sets"] == 2:
-        tables = {"eval_dataset": {"one": tables["eval_dataset"], "two": build_data(chosen, 7, 5, False)}}
-    options: dict[str, Any] = {"train_dataset": build_data(chosen, chosen["rows"], TRAIN_SEED, True), **tables}
+        tables = {"eval_dataset": {"one": tables["eval_dataset"], "two": build(chosen, 7, 5, False)}}
+    options: dict[str, Any] = {"train_dataset": build(chosen, chosen["rows"], TRAIN_SEED, True), **tables}
     if chosen["uneven_lengths"] or not chosen["remove_unused_columns"] and "table" in chosen["data"]:
         options["data_collator"] = collate
     if chosen["loss"] == "function":
@@ -345,11 +367,13 @@ def make(chosen: Choices, model: Any, out: str, data_ranks: int, keeper: Keeper,
         options["optimizer_cls_and_kwargs"] = (torch.optim.NAdam, {"lr": 1e-3, "eps": 1e-3})
     elif chosen["optimizers"] != "of_arguments":
         options["optimizers"] = own_optimizer(chosen, model)
-    callbacks: list[TrainerCallback] = [keeper]
-    callbacks += {"early_stopping": [EarlyStoppingCallback(1)], "control": [Control()], "stop": [Stop(2)]}.get(
-        chosen["callbacks"], []
-    )
-    callbacks += [] if stop is None else [Stop(stop)]
+    return options
+
+
+def make(chosen: Choices, model: Any, out: str, data_ranks: int, keeper: Keeper, stop: int | None) -> Trainer:
+    """The script's trainer."""
+    arguments, options = read_arguments(chosen, out, data_ranks), options_of(chosen, model)
+    callbacks = callbacks_of(chosen, keeper, stop)
     trainer = KINDS.get(chosen["loss"], Trainer)(model=model, args=arguments, callbacks=callbacks, **options)
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -383,6 +407,25 @@ def train_as_chosen(trainer: Trainer, chosen: Choices, part: str) -> dict[str, A
     return found
 
 
+def read_state(trainer: Trainer) -> dict[str, Any]:
+    """The trainer's state and its log, by name."""
+    state = trainer.state
+    found: dict[str, Any] = {
+        f"log {number} (step {entry['step']})": entry for number, entry in enumerate(state.log_history)
+    }
+    found["state"] = {
+        "epoch": state.epoch,
+        "step": state.global_step,
+        "best": state.best_metric,
+        "best_step": state.best_global_step,
+        "max_steps": state.max_steps,
+        "tokens": state.num_input_tokens_seen,
+        "logged": len(state.log_history),
+        "flos": state.total_flos,
+    }
+    return found
+
+
 def script(chosen: Choices, folder: str, out: str, spec: str | None, part: str = "whole") -> dict[str, Any]:
     """What the script does and finds, by name. `part` is whole, or what comes "before" a stop or "after" it."""
     data_ranks = activate(spec)
@@ -398,19 +441,7 @@ def script(chosen: Choices, folder: str, out: str, spec: str | None, part: str =
     found["predict"] = predicted.metrics
     if predicted.predictions is not None and not chosen["uneven_lengths"]:
         found["predictions"] = summarise(predicted.predictions)
-    state = trainer.state
-    found["state"] = {
-        "epoch": state.epoch,
-        "step": state.global_step,
-        "best": state.best_metric,
-        "best_step": state.best_global_step,
-        "max_steps": state.max_steps,
-        "tokens": state.num_input_tokens_seen,
-        "logged": len(state.log_history),
-        "flos": state.total_flos,
-    }
-    for number, entry in enumerate(state.log_history):
-        found[f"log {number} (step {entry['step']})"] = entry
+    found |= read_state(trainer)
     if chosen["generates"]:
         prompt = Rows(3, 31).tokens[:, :5].to(trainer.model.device)
         tokens = trainer.model.generate(input_ids=prompt, max_new_tokens=4, do_sample=False)

@@ -7,6 +7,7 @@ evaluation), what `train` and `evaluate` return, the set of gradients of each st
 import random
 import re
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pydoc_data.topics import topics
 from typing import Any
@@ -18,14 +19,12 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    EarlyStoppingCallback,
     PrinterCallback,
-    TrainerCallback,
 )
 
 from tests.drawn import trainers
 from tests.drawn.bench import EXPERTS, Choices, Kind
-from tests.drawn.trainers import Control, Keeper, Stop
+from tests.drawn.trainers import Keeper
 from tests.training import EVAL_SEED, TRAIN_SEED, activate, arguments_of, own_loss
 from tests.trl_scripts import ROUNDED, make_tokenizer
 
@@ -395,11 +394,7 @@ def make(
         options["compute_metrics"] = share
     if chosen["data"] == "formatted":
         options["formatting_func"] = format_row
-    callbacks: list[TrainerCallback] = [keeper]
-    callbacks += {"early_stopping": [EarlyStoppingCallback(1)], "control": [Control()], "stop": [Stop(2)]}.get(
-        chosen["callbacks"], []
-    )
-    callbacks += [] if stop is None else [Stop(stop)]
+    callbacks = trainers.callbacks_of(chosen, keeper, stop)
     model = folder if chosen["model_from"] == "path" else load(trainer, chosen, folder)
     kind = OwnSFT if chosen.get("loss") == "override" else CLASSES[trainer][0]
     made = kind(model=model, args=arguments(trainer, chosen, out, data_ranks), callbacks=callbacks, **options)
@@ -418,7 +413,13 @@ def without_chance(numbers: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_script(
-    trainer: str, chosen: Choices, folder: str, out: str, spec: str | None, part: str = "whole"
+    trainer: str,
+    chosen: Choices,
+    folder: str,
+    out: str,
+    spec: str | None,
+    part: str = "whole",
+    make: Callable = make,
 ) -> dict[str, Any]:
     """What the script does and finds, by name. `part` is whole, or what comes "before" a stop or "after" it."""
     data_ranks = activate(spec)
@@ -431,18 +432,7 @@ def run_script(
     found["evaluate"] = made.evaluate()
     if chosen["twice"] == "evaluates_raw":
         found["evaluated raw"] = made.evaluate(build_data(trainer, chosen, 9, 21), metric_key_prefix="raw")
-    state = made.state
-    found["state"] = {
-        "epoch": state.epoch,
-        "step": state.global_step,
-        "best": state.best_metric,
-        "best_step": state.best_global_step,
-        "max_steps": state.max_steps,
-        "num_input_tokens_seen": state.num_input_tokens_seen,
-        "logged": len(state.log_history),
-    }
-    for number, entry in enumerate(state.log_history):
-        found[f"log {number} (step {entry['step']})"] = entry
+    found |= trainers.read_state(made)
     made.save_model(f"{out}/saved")
     found = {name: without_chance(numbers) for name, numbers in found.items()}
     return {"found": found, "gradient_keys": keeper.gradient_keys, "folder": f"{out}/saved"}
@@ -457,7 +447,7 @@ CANCELLED = re.compile(r"reward|logits/|/kl$|_kl$|^kl$|margin")
 #: What 16 bits may turn: which token is the likeliest, which of two rewards or evaluations is better.
 ROUNDED_LOW = re.compile(r"share$|checksum$|^best|accurac")
 #: Padding is counted, and data ranks pad for themselves.
-PADDED = ("total_flos", "num_input_tokens_seen")
+PADDED = ("total_flos", "flos", "num_input_tokens_seen", "tokens")
 
 
 def leaves_out(chosen: Choices, name: str, key: str) -> bool:

@@ -6,10 +6,15 @@ mended.
 
 import pytest
 
-from tests.drawn import loops, trainers
+pytest.importorskip("trl")
+pytest.importorskip("peft")
+
+from tests.drawn import loops, seq2seq, trainers
 from tests.drawn.bench import Bench
 
-KINDS = {"trainers": trainers.KIND, "loops": loops.KIND}
+KINDS = {"trainers": trainers.KIND, "loops": loops.KIND, "seq2seq": seq2seq.KIND}
+#: How many are drawn, where not twelve.
+SEEDS = {"seq2seq": 4}
 FOUND = {
     "losses of the last steps, which are not logged": ("trainers", "dp_shard=2", "max_steps=5 ; logging_steps=2"),
     "operations of adapters": ("trainers", "tp=2", "lora=(('r', 3), ('target_modules', 'all-linear'))"),
@@ -46,6 +51,15 @@ FOUND = {
         *("loops", "dp_shard=2"),
         "rows=31 ; epochs=2 ; dispatch_batches=True ; resumes=True",
     ),
+    "a smoothed loss of a prediction": ("seq2seq", "dp_shard=2", "smoothing=0.1 ; collator='seq2seq'"),
+    "generation told to keep no cache": (
+        *("seq2seq", "pp=2"),
+        "model='gpt2' ; generation_max_length=24 ; generation_from='call'",
+    ),
+    "generation that ends at unlike places": (
+        *("seq2seq", "dp_shard=2,pp=2"),
+        "model='gemma2' ; optimizers='own' ; generation_max_length=24 ; generation={'no_repeat_ngram_size': 2}",
+    ),
     "shares of a map-style data set that rank 0 reads": (
         *("loops", "dp_replicate=2,batch_shares=3:1"),
         "dispatch_batches=True",
@@ -75,8 +89,7 @@ def test_a_loss_that_reads_the_target_at_the_first_token(benches):
     assert "padding_free=false works" in words[0]
 
 
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in KINDS for seed in range(SEEDS.get(name, 12))])
 def test_drawn_scripts(benches, name, seed):
     """Each is equal to one process or refused in words."""
     benches[name].check_drawn(seed)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from hf_parallel import parallelize
 from hf_parallel.ask.config import ParallelConfig, SpecError
@@ -42,6 +43,11 @@ def test_numbers_of_one_process(spec):
 
 def test_numbers_with_adapters():
     check_alone(trained, "tp=2,tiled_mlp=true", True)
+
+
+def test_layers_that_view_their_input():
+    layer, x = Conv1D(8, 8), torch.randn(3, 33, 8)
+    torch.testing.assert_close(call_in_pieces(layer, x), layer(x))
 
 
 def kept(spec: str) -> float:

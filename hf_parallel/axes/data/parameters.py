@@ -225,6 +225,11 @@ def find_holder(parameter: torch.Tensor, models: Iterable[nn.Module]) -> Held | 
     return _recall_holder(parameter)
 
 
+def forget_holders() -> None:
+    """Drop the references to parameters: torch exchanges none that is referred to, as where a model is moved."""
+    _known.clear()
+
+
 def find_holder_at(module: nn.Module, name: str, models: Iterable[nn.Module]) -> Held | None:
     """Who gathers what a module has under a name, whatever is there now."""
     for model in models:

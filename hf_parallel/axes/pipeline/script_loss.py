@@ -205,6 +205,8 @@ def disturb_batch(padding: int | None, batch: Batch, generator: torch.Generator)
     for key, value in batch.items():
         if not torch.is_tensor(value) or value.dim() != 2 or value.is_floating_point():
             continue
+        if key == "prompt_mask":  # at a prompt's last token the first one of its completion is predicted
+            continue
         fill: int | None
         if key.endswith("labels"):
             fill = -100

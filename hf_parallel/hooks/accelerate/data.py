@@ -220,6 +220,13 @@ def _dispatch_by_data_rank(dataloader: DataLoaderDispatcher) -> None:
 
     def collated(examples: list) -> object:
         batch = collate(examples)
+        if any(isinstance(part, str) for part in tree_leaves(batch)):
+            what, why = "an IterableDataset whose batches hold text", "rank 0 reads for all, and sends tensors alone"
+            refuse(
+                what,
+                why,
+                do='accelerator_config={"dispatch_batches": False} works, and so does a data set with a length',
+            )
         if len(examples) < (base.batch_size or 0) and (count_examples(batch) or 0) > len(examples):
             refuse_cut_examples(dataloader)  # a whole stream of less than one batch: nothing told before
         return batch

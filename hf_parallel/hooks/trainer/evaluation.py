@@ -202,7 +202,7 @@ def evaluate_real_rows(
     # A pipeline need not send logits that nobody wants, and a rank without a row of its own is absent.
     wants = contextlib.nullcontext() if engine is None else replacing(engine, loss_only=prediction_loss_only)
     scope, absent = (
-        means.compute_in_scope(means.Scope(step.share)),
+        means.compute_in_scope(means.Scope(step.share, predicts=True)),
         replacing(runtime.current(), absent=step.real_rows == 0),
     )
     with replacing(record_of(self), step=step, evaluates=True), wants, scope, absent:
@@ -217,7 +217,7 @@ def evaluate_real_rows(
         most = max(messages.gather_objects(own, runtime.mesh().data_group))
         logits = logits if own == most else (*parts, *(BaseModelOutput() for _ in range(most - own)))
     gathers_all = self.gather_function == self.accelerator.gather  # as Seq2SeqTrainer does
-    if loss is not None and several:
+    if loss is not None:
         loss = _average_loss(self, loss, step, gathers_all)
     if step.real_rows is not None:
         # Full again where `gather_for_metrics` drops the repeats.
@@ -232,17 +232,19 @@ def evaluate_real_rows(
 
 def _average_loss(trainer: Trainer, loss: torch.Tensor, step: StepRecord, gathers_all: bool) -> torch.Tensor:
     """Return the mean over all data ranks' rows, and let `evaluation_loop` count it for as many as in one process."""
-    dealt = trainer.accelerator.gradient_state
-    # evaluation_loop repeats the loss for each row and cuts at the remainder: right if all ranks carry the mean.
-    loss = (loss if step.weighted else means.weigh_loss(loss, step.share)).detach().float().clone()
-    dist.all_reduce(loss, group=runtime.mesh().data_group)
-    loader, last = dealt.active_dataloader, dealt.end_of_dataloader
+    mesh, dealt = runtime.mesh(), trainer.accelerator.gradient_state
+    if mesh.data_size > 1:
+        # evaluation_loop repeats the loss for each row and cuts at the remainder: right if all ranks carry the mean.
+        loss = (loss if step.weighted else means.weigh_loss(loss, step.share)).detach().float().clone()
+        dist.all_reduce(loss, group=mesh.data_group)
+        loss = loss / mesh.data_size
+    loader = dealt.active_dataloader
     cut = getattr(loader, "remainder_by_length", dealt.remainder)
     if cut == -1 and hasattr(loader, "slice_fn"):  # one process too learns a stream's length where rank 0 reads it
         cut = dealt.remainder
-    if last and cut != dealt.remainder and not gathers_all:
+    if dealt.end_of_dataloader and cut != dealt.remainder and not gathers_all:
         trainer.gather_function = functools.partial(_gather_losses, trainer, trainer.gather_function, cut)
-    return loss / runtime.mesh().data_size
+    return loss
 
 
 def _gather_losses(trainer: Trainer, gather_rows: Callable, cut: int, losses: torch.Tensor) -> torch.Tensor:

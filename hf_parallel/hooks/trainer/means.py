@@ -13,7 +13,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ class Scope:
         counted: were means over targets weighted, or a count filled in?
         assumed: for a model that the script gave no count?
         reads_count: has the script computed with the count of targets?
+        predicts: is it that of a `prediction_step`, which nobody weighs by the count of targets?
         taken: the last mean outside of what is weighted, and over how many targets it runs.
     """
 
@@ -49,6 +50,7 @@ class Scope:
     counted: bool = False
     assumed: bool = False
     reads_count: bool = False
+    predicts: bool = False
     taken: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
@@ -255,6 +257,16 @@ def correct_mean(value: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
         return value
     note(now.forwards[-1])
     return correct_over_data_ranks(value, count, now.forwards[-1].share)
+
+
+@patch("transformers.trainer_pt_utils:LabelSmoother.__call__", "takes the mean over this rank's targets")
+def smooth_labels(original: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Smooth labels in a `prediction_step`, where Seq2SeqTrainer hands on no count of targets."""
+    value, given, scope = original(*args, **kwargs), bind_by_name(original, args, kwargs), get_scope()
+    if scope is None or not scope.predicts or given.get("num_items_in_batch") is not None:
+        return value
+    labels = given["labels"][..., 1:] if given.get("shift_labels") else given["labels"]
+    return correct_over_data_ranks(value, (labels != given["self"].ignore_index).sum().float(), scope.share)
 
 
 def correct_over_data_ranks(mean: torch.Tensor, count: torch.Tensor, share: float) -> torch.Tensor:

@@ -154,7 +154,8 @@ def generate_and_score(original: Callable, self: GRPOTrainer | RLOOTrainer, inpu
         batches = state.active_dataloader.batch_sampler
         while hasattr(batches, "batch_sampler"):
             batches = batches.batch_sampler
-        left = len(batches.sampler) % (rows * mesh.data_size)  # the sampler repeats what the data set has once
+        # The sampler repeats what the data set has once.
+        left = 0 if batches.drop_last else len(batches.sampler) % (rows * mesh.data_size)
         real = [max(0, min(rows, left - rank * rows)) for rank in range(mesh.data_size)] if left else None
     record.step.generated = real
     token = _scored.set(real)
