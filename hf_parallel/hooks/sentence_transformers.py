@@ -133,8 +133,8 @@ def prepare_loss(original: Callable, self: Trainer, loss: nn.Module, model: nn.M
             }
             if "SparseAutoEncoder" in names:
                 _find_dead_latents_together(part)
-            elif names & _LISTWISE.keys() or "ContrastiveLoss" in names and not part.size_average:
-                _count_over_data_ranks(part, names)
+            elif "ContrastiveLoss" in names and not part.size_average:
+                _sum_over_data_ranks(part)
             else:
                 _compare_over_data_ranks(part)
     return prepared
@@ -152,48 +152,17 @@ def _find_dead_latents_together(encoder: Any) -> None:
     encoder.auxk_mask_fn = mask_together
 
 
-#: Losses of cross-encoders for lists of documents: how much a list counts in the mean, by its labels.
-_LISTWISE: dict[str, Callable[[Any, torch.Tensor], float]] = {
-    "PListMLELoss": lambda loss, labels: 1.0,
-    "ListNetLoss": lambda loss, labels: 1.0,
-    "ADRMSELoss": lambda loss, labels: float(len(labels)),
-    "LambdaLoss": lambda loss, labels: (
-        float(len(labels)) ** 2
-        if type(loss.weighting_scheme).__name__ == "NDCGLoss1Scheme"
-        else float((labels[:, None] > labels[None]).sum())  # pairs of which one document is better
-    ),
-}
+def _sum_over_data_ranks(loss: Any) -> None:
+    """Let a loss be the sum over all data ranks' pairs of texts."""
+    mesh, forward = runtime.mesh(), loss.forward
 
-
-def _count_over_data_ranks(loss: Any, names: set[str]) -> None:
-    """Let a loss be that of all data ranks' pairs of texts or documents, of which each rank has its own number.
-
-    Raises:
-        SpecError: how many they are depends on the scores.
-    """
-    mesh, forward, counts = (
-        runtime.mesh(),
-        loss.forward,
-        next((_LISTWISE[name] for name in names & _LISTWISE.keys()), None),
-    )
-    if counts is not None:
-        loss.mini_batch_size = -1  # else data ranks would call the model unlike numbers of times
-    if getattr(loss, "k", None):
-        why = f"its pairs depend on the scores, of which each of {mesh.data_size} data ranks has its own"
-        refuse(
-            f"{type(loss).__name__} with k={loss.k}", why, do=f"tp={mesh.config.world_size} works, and so does k=None"
-        )
-
-    def weighted(inputs: Any, labels: Any, *args: object, **kwargs: object) -> torch.Tensor:
-        value = forward(inputs, labels, *args, **kwargs)
-        if counts is not None:  # a mean over nothing is zero
-            count = max(sum(counts(loss, part) for part in labels), 1e-9)
-            return correct_mean(value, torch.tensor(count, device=value.device))
+    def add_up(*args: object, **kwargs: object) -> torch.Tensor:
+        value = forward(*args, **kwargs)
         present = torch.tensor(float(not runtime.is_absent()), device=value.device)
         dist.all_reduce(present, group=mesh.data_group)
-        return correct_mean(value * present, torch.ones_like(present))  # a sum
+        return correct_mean(value * present, torch.ones_like(present))
 
-    loss.forward = weighted
+    loss.forward = add_up
 
 
 #: Losses that compare the embeddings of a batch with each other, and take them in one call.
@@ -203,13 +172,12 @@ _COMPARING = {
     *("BatchAllTripletLoss", "BatchHardTripletLoss", "BatchSemiHardTripletLoss"),
 }
 #: Losses that compare the examples of a batch in a way that cannot be gathered from outside, and others that work.
-#: What GIST gathers itself makes other numbers than one process's; CSR counts which latents are dead, besides.
+#: What GIST gathers itself makes other numbers than one process's.
 _CLOSED = {
     "sentence_transformer.losses.gist_embed.GISTEmbedLoss": "MultipleNegativesRankingLoss",
     "sentence_transformer.losses.cached_gist_embed.CachedGISTEmbedLoss": "MultipleNegativesRankingLoss",
     "sentence_transformer.losses.mega_batch_margin.MegaBatchMarginLoss": "MultipleNegativesRankingLoss",
     "cross_encoder.losses.multiple_negatives_ranking.MultipleNegativesRankingLoss": "LambdaLoss",
-    "sparse_encoder.losses.csr.CSRLoss": "SpladeLoss",
 }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 from torch import nn
@@ -76,10 +76,12 @@ def find_mean(trainer: Trainer, first: FirstLoss, settled: bool, loss_of: Loss, 
 
         def compute(stand_in: StandInModel, part: dict) -> torch.Tensor:
             restore, stream = remember_counts(trainer), runtime.read_random_states()
+            stop = trainer.model.register_forward_pre_hook(_refuse_call, prepend=True)
             try:
                 with replacing(record, tries=True), torch.no_grad():
                     return loss_of(stand_in, part).detach().clone()
             finally:
+                stop.remove()
                 restore()
                 runtime.set_random_state(stream)
 
@@ -176,7 +178,7 @@ def _test_means(model: nn.Module, batch: dict, output: Any, loss_of: Loss) -> li
         stand_in = StandInModel(model, tree_map(give, disturbed))
         loss = loss_of(stand_in, dict(part))
         if stand_in.calls != 1:
-            raise RuntimeError("the loss calls its model otherwise than before")
+            _refuse_call()
         return loss
 
     disturbed, halves, half = tree_map(disturb, output), split_examples(batch, 2, 1, rows), rows // 2
@@ -193,6 +195,11 @@ def _test_means(model: nn.Module, batch: dict, output: Any, loss_of: Loss) -> li
         if torch.allclose((one * first + other * second) / (one + other), whole, rtol=tolerance):
             found.append(targets)
     return found
+
+
+def _refuse_call(*_: object) -> NoReturn:
+    """Stop a loss that calls its model by another name: ranks would gather weights unlike numbers of times."""
+    raise RuntimeError("the loss calls its model otherwise than before")
 
 
 class StandInModel:
