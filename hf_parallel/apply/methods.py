@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
@@ -37,7 +36,7 @@ from hf_parallel.checkpoint.hub_format import list_tied_names
 from hf_parallel.checkpoint.weights import copy_part
 from hf_parallel.model.anatomy import get_backbone_of
 from hf_parallel.model.calls import bind_by_name, has_cache
-from hf_parallel.ranks import assert_all_ranks
+from hf_parallel.ranks import assert_all_ranks, messages
 from hf_parallel.ranks.desync import LIBRARIES
 from hf_parallel.ranks.mesh import ParallelMesh, get_stored
 
@@ -250,12 +249,16 @@ def _generate_without_cache(mesh: ParallelMesh, model: PreTrainedModel, *args: A
     if mesh.data_size > 1:
         # Data ranks stop together, as their stages gather weights together; Seq2SeqTrainer says False.
         kwargs["synced_gpus"] = True
-    seed = torch.randint(2**31, (1,)).to(mesh.device)
+    own = shared = mesh.read_random_state()
     for axis in ("pp", "cp", "tp"):  # the ranks of one model draw the same tokens
-        dist.broadcast(seed, group=mesh.group(axis), group_src=0)
-    with mesh.fork_random_state():
-        torch.manual_seed(int(seed))
+        if mesh.size(axis) > 1:
+            shared = messages.send_from_one(functools.partial(copy.copy, shared), mesh.group(axis))
+    mesh.set_random_state(shared)
+    try:
         return type(model).generate(model, *args, **{**kwargs, "use_cache": False})
+    finally:
+        if any(not torch.equal(a, b) for a, b in zip(own, shared, strict=True) if a is not None and b is not None):
+            mesh.set_random_state(own)  # dropout in other layers has drawn other numbers; else all go on alike
 
 
 # ---- A module around parallel models, such as one that pools what an encoder gives and adds a layer behind it

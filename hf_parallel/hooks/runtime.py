@@ -12,7 +12,7 @@ import sys
 import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
 import torch
@@ -27,7 +27,7 @@ from hf_parallel.hooks import rendezvous
 from hf_parallel.hooks.patching import replacing
 from hf_parallel.ranks import messages
 from hf_parallel.ranks.groups import time_out
-from hf_parallel.ranks.mesh import ParallelMesh, set_time_out
+from hf_parallel.ranks.mesh import ParallelMesh, RandomState, set_time_out
 from hf_parallel.ranks.shares import Shares, SharesOfPass, Speeds
 
 if TYPE_CHECKING:
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 
 #: Seconds that a collective may take, unless the script's arguments say.
 TIME_OUT = "HF_PARALLEL_TIMEOUT"
-
-#: The states of torch's generators of the host and of the device (None for a CPU).
-RandomState: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class LastBatch(NamedTuple):
@@ -248,15 +245,12 @@ def equalise_random_state(axis: str, source: int = -1, of: ParallelMesh | None =
 
 def read_random_states(of: ParallelMesh | None = None) -> RandomState:
     """Return the random states of torch's generators of the host and of the device."""
-    kind = (of or mesh()).device
-    return torch.get_rng_state(), torch.get_device_module(kind).get_rng_state() if kind.type != "cpu" else None
+    return (of or mesh()).read_random_state()
 
 
 def set_random_state(state: RandomState, of: ParallelMesh | None = None) -> None:
     """Set the random states of torch's generators."""
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.get_device_module((of or mesh()).device).set_rng_state(state[1])
+    (of or mesh()).set_random_state(state)
 
 
 def equalise_within_model(source: int = -1, of: ParallelMesh | None = None) -> None:

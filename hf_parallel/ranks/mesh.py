@@ -39,7 +39,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,8 @@ _LAST_WORK_S = 0.1
 
 #: The second view of the ranks of dp_shard, cp and tp.
 EXPERT_AXES = ("ep_shard", "ep")
+#: The states of torch's generators of the host and of the device.
+RandomState: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def compute_coordinates(config: ParallelConfig, rank: int, sizes: dict[str, int] | None = None) -> dict[str, int]:
@@ -271,6 +273,17 @@ class ParallelMesh:
         if self.device.type == "cpu":
             return torch.random.fork_rng([])
         return torch.random.fork_rng([self.device.index or 0], device_type=self.device.type)
+
+    def read_random_state(self) -> RandomState:
+        """Return the states of torch's generators of the host and of the device."""
+        on_device = self.device.type != "cpu"
+        return torch.get_rng_state(), torch.get_device_module(self.device).get_rng_state() if on_device else None
+
+    def set_random_state(self, state: RandomState) -> None:
+        """Set the states of torch's generators."""
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.get_device_module(self.device).set_rng_state(state[1])
 
     def first_and_last_stage_group(self) -> dist.ProcessGroup | None:
         """Return the group of the first and last stage, for a tied embedding; None elsewhere. Collective over all."""

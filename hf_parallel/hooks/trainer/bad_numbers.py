@@ -94,7 +94,8 @@ def remember_counts(trainer: Trainer) -> Callable[[], None]:
     def restore() -> None:
         vars(trainer).update(named)
         for tensor, value in zip(tensors, values, strict=True):
-            tensor.copy_(value)
+            if not torch.equal(tensor, value):  # a backward pass may need one that nobody has changed
+                tensor.copy_(value)
         for name, value in list(vars(trainer).items()):
             if name not in known and (torch.is_tensor(value) or _is_collection(value)):
                 delattr(trainer, name)
