@@ -166,7 +166,7 @@ def test_files_and_names_are_there(page):
 
 
 def test_the_architecture_names_what_is_there():
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = (ROOT / "docs" / "reference" / "architecture.md").read_text()
     files = {name.rstrip("/") for name in re.findall(r"[\w*]+(?:/[\w*]+)*(?:\.py|/)(?=[\s,|`)])", text)}
     assert len(files) > 40
     there = [name for name in files if (ROOT / name).exists() or any((ROOT / "hf_parallel").rglob(name))]
