@@ -112,10 +112,10 @@ def initialize_missing(original: Callable, self: PreTrainedModel) -> None:
     mesh, state = runtime.mesh(), runtime.find_parallel_state(self)
     if state is None:
         return original(self)
-    own = runtime.read_random_states(mesh)
+    own = mesh.read_random_state()
     for axis in ("dp_replicate", "dp_shard"):
         runtime.equalise_random_state(axis, 0)
-    pairs = zip(own, runtime.read_random_states(mesh), strict=True)
+    pairs = zip(own, mesh.read_random_state(), strict=True)
     seeded_alike = all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
     if state.pipeline is not None and state.pipeline.last and not state.pipeline.first:
         # Its copy of a tied embedding: the first thing that the first stage draws, from the same random state.
@@ -125,7 +125,7 @@ def initialize_missing(original: Callable, self: PreTrainedModel) -> None:
             original(self)
         runtime.equalise_random_state("pp", stage)
     if not seeded_alike:
-        runtime.set_random_state(own)
+        mesh.set_random_state(own)
 
 
 @patch("transformers.modeling_utils:PreTrainedModel._initialize_weights", "each rank draws for its part alone")

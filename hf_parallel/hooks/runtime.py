@@ -27,7 +27,7 @@ from hf_parallel.hooks import rendezvous
 from hf_parallel.hooks.patching import replacing
 from hf_parallel.ranks import messages
 from hf_parallel.ranks.groups import time_out
-from hf_parallel.ranks.mesh import ParallelMesh, RandomState, set_time_out
+from hf_parallel.ranks.mesh import ParallelMesh, set_time_out
 from hf_parallel.ranks.shares import Shares, SharesOfPass, Speeds
 
 if TYPE_CHECKING:
@@ -240,17 +240,7 @@ def equalise_random_state(axis: str, source: int = -1, of: ParallelMesh | None =
     if of.size(axis) == 1 or (active is not None and active.pretended):
         return
     group = of.group(axis)
-    set_random_state(messages.send_from_one(lambda: read_random_states(of), group, source % group.size()), of)
-
-
-def read_random_states(of: ParallelMesh | None = None) -> RandomState:
-    """Return the random states of torch's generators of the host and of the device."""
-    return (of or mesh()).read_random_state()
-
-
-def set_random_state(state: RandomState, of: ParallelMesh | None = None) -> None:
-    """Set the random states of torch's generators."""
-    (of or mesh()).set_random_state(state)
+    of.set_random_state(messages.send_from_one(of.read_random_state, group, source % group.size()))
 
 
 def equalise_within_model(source: int = -1, of: ParallelMesh | None = None) -> None:

@@ -27,6 +27,7 @@ from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.patching import replacing
 from hf_parallel.monitor.first_bad import Finding, Search, format_findings
 from hf_parallel.ranks import messages
+from hf_parallel.ranks.mesh import RandomState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
@@ -145,7 +146,7 @@ class Looking(TrainerCallback):
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.action = trainer, runtime.mesh().config.nan_action
         self.batches: list[tuple[PreTrainedModel, dict, tuple, dict]] = []
-        self.random_state: runtime.RandomState | None = None
+        self.random_state: RandomState | None = None
         self.norm: torch.Tensor | None = None
         self.search: Search | None = None  # in the step in progress
         self.wanted = False  # in the next step
@@ -157,7 +158,7 @@ class Looking(TrainerCallback):
     def note(self, model: PreTrainedModel, inputs: dict, args: tuple, kwargs: dict) -> None:
         """A micro-batch of the step in progress, before anything is taken out of it."""
         if not self.batches:
-            self.random_state = runtime.read_random_states()
+            self.random_state = runtime.mesh().read_random_state()
             self.search = self._made() if self.wanted else None
             self.wanted = False
             if self.search is not None:
@@ -228,9 +229,9 @@ class Looking(TrainerCallback):
         search, parameters = self._made(), list(self.trainer.model.parameters())
         gradients = [parameter.grad for parameter in parameters] if self.action == "report" else []
         nn.Module.zero_grad(self.trainer.model)
-        restore, stream = remember_counts(self.trainer), runtime.read_random_states()
+        restore, stream = remember_counts(self.trainer), runtime.mesh().read_random_state()
         assert self.random_state is not None  # taken with the first batch
-        runtime.set_random_state(self.random_state)
+        runtime.mesh().set_random_state(self.random_state)
         search.look_at_weights()
         with replacing(of_session(_Now), looking=None):  # these batches are known, and are not noted once more
             for number, (model, inputs, args, kwargs) in enumerate(self.batches, 1):
@@ -239,7 +240,7 @@ class Looking(TrainerCallback):
                 search.look_at_loss(loss)
         search.look_at_gradients()
         restore()
-        runtime.set_random_state(stream)
+        runtime.mesh().set_random_state(stream)
         nn.Module.zero_grad(self.trainer.model)
         for parameter, gradient in zip(parameters, gradients, strict=False):
             parameter.grad = gradient

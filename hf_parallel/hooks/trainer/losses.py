@@ -256,13 +256,13 @@ def _compute_settled_loss(
     record = record_of(trainer)
     if record.weighs is not None or items is None:
         return computed(inputs)
-    kept, restore, stream = copy.copy(inputs), remember_counts(trainer), runtime.read_random_states()
+    kept, restore, stream = copy.copy(inputs), remember_counts(trainer), runtime.mesh().read_random_state()
     result = computed(inputs)
     record.weighs = result["weighs"]
     if not result["again"]:
         return result
     restore()
-    runtime.set_random_state(stream)
+    runtime.mesh().set_random_state(stream)
     return computed(kept)
 
 

@@ -75,7 +75,7 @@ def find_mean(trainer: Trainer, first: FirstLoss, settled: bool, loss_of: Loss, 
     if computes:
 
         def compute(stand_in: StandInModel, part: dict) -> torch.Tensor:
-            restore, stream = remember_counts(trainer), runtime.read_random_states()
+            restore, stream = remember_counts(trainer), runtime.mesh().read_random_state()
             stop = trainer.model.register_forward_pre_hook(_refuse_call, prepend=True)
             try:
                 with replacing(record, tries=True), torch.no_grad():
@@ -83,7 +83,7 @@ def find_mean(trainer: Trainer, first: FirstLoss, settled: bool, loss_of: Loss, 
             finally:
                 stop.remove()
                 restore()
-                runtime.set_random_state(stream)
+                runtime.mesh().set_random_state(stream)
 
         found = _test_means(trainer.model, *_take_examples(first), compute)
     record.looks_at_mean += 1
