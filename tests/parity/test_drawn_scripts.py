@@ -51,6 +51,10 @@ FOUND = {
         *("loops", "dp_shard=2"),
         "rows=31 ; epochs=2 ; dispatch_batches=True ; resumes=True",
     ),
+    "an order that is drawn after generating": (
+        *("seq2seq", "pp=2"),
+        "model='llama' ; twice='evaluates_first' ; train_sampling_strategy='group_by_length'",
+    ),
     "a smoothed loss of a prediction": ("seq2seq", "dp_shard=2", "smoothing=0.1 ; collator='seq2seq'"),
     "generation told to keep no cache": (
         *("seq2seq", "pp=2"),
