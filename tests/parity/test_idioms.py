@@ -130,6 +130,22 @@ def test_answers_of_every_rank(initial, name, spec):
             assert found[key] == expected[key], key
 
 
+def draw_tokens(folder, spec=None):
+    """Tokens that a model draws, and the next random number."""
+    model = load(folder, spec).eval()
+    torch.manual_seed(5)
+    prompts = torch.arange(21).view(3, 7)
+    return model.generate(prompts, do_sample=True, max_new_tokens=9, pad_token_id=0).tolist(), torch.rand(1).item()
+
+
+@pytest.mark.parametrize("spec", ["tp=2", "pp=2", "tp=2,pp=2"])
+def test_tokens_are_drawn_as_in_one_process(initial, spec):
+    expected = run_alone_once(draw_tokens, initial["llama"])
+    assert run(partial(draw_tokens, initial["llama"], spec), axes(spec)["world"], init=False) == [
+        expected for _ in range(axes(spec)["world"])
+    ]
+
+
 def test_what_needs_values_of_another_stage_is_refused_by_name(initial):
     """One line says what is meant, who holds it and what to call."""
 
