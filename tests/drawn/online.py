@@ -16,7 +16,7 @@ from tests import rollouts
 from tests.drawn import trainers, trl_scripts
 from tests.drawn.bench import Choices, Kind
 from tests.drawn.trainers import Keeper
-from tests.drawn.trl_scripts import ADAPTED, OF_TRAINER, Texts, turns
+from tests.drawn.trl_scripts import OF_TRAINER, Texts, list_ruled_out_adapters, turns
 from tests.training import EVAL_SEED, TRAIN_SEED, arguments_of
 from tests.trl_scripts import make_tokenizer
 
@@ -85,13 +85,7 @@ CHOICES = {kind: {**WAYS, **OF_BOTH, **OF_ONE[kind], **ARGUMENTS} for kind in CL
 
 def fit(trainer: str, chosen: Choices) -> Choices:
     """Take back choices that no script can make together, in one process either."""
-    plain: set[str] = set()
-    if chosen["model"] not in ADAPTED:
-        plain |= {"adapters"}
-    if chosen["adapters"] is None:
-        plain |= {"adapters_from"}
-    if chosen["adapters_from"] == "model":
-        plain |= {"model_from"}
+    plain = list_ruled_out_adapters(chosen)
     if chosen["adapters"] is not None or not chosen["beta"]:
         plain |= {"sync_ref_model"}
     if not chosen["beta"]:

@@ -155,8 +155,8 @@ CHOICES = {trainer: choices_of(trainer) for trainer in TRAINERS}
 PLAIN = {trainer: {name: values[0] for name, values in CHOICES[trainer].items()} for trainer in TRAINERS}
 
 
-def fit(trainer: str, chosen: Choices) -> Choices:
-    """Take back choices that no script can make together, in one process either."""
+def list_ruled_out_adapters(chosen: Choices) -> set[str]:
+    """Return the choices of adapters, and of where they come from, that the others rule out."""
     plain: set[str] = set()
     if chosen["model"] not in ADAPTED:
         plain |= {"adapters"}
@@ -164,6 +164,12 @@ def fit(trainer: str, chosen: Choices) -> Choices:
         plain |= {"adapters_from"}
     if chosen["adapters_from"] == "model":
         plain |= {"model_from"}
+    return plain
+
+
+def fit(trainer: str, chosen: Choices) -> Choices:
+    """Take back choices that no script can make together, in one process either."""
+    plain = list_ruled_out_adapters(chosen)
     if chosen["model"] not in (*EXPERTS, "mixtral_balanced"):
         plain |= {"router_aux_loss_coef"}
     if chosen["eval_sets"] == 2:

@@ -14,23 +14,15 @@ from datasets import Dataset
 from sentence_transformers import CrossEncoder, CrossEncoderTrainer, CrossEncoderTrainingArguments
 from sentence_transformers.cross_encoder import losses
 
-from tests.distributed import RankFailure, run, run_alone
-from tests.outside import materials
-from tests.parity.test_sentence_transformers import ROWS, sentences
+from tests.distributed import RankFailure, run
+from tests.parity.test_sentence_transformers import ROWS, sentences, write_encoder
 from tests.training import activate, arguments_of, fit, trainer_of
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """An encoder to start from."""
-    path = str(tmp_path_factory.mktemp("pairs") / "bert")
-
-    def write():
-        materials.model("bert", materials.MODELS["bert"][2]).save_pretrained(path)
-        materials.tokenizer("pairs").save_pretrained(path)
-
-    run_alone(write)
-    return path
+    return write_encoder(str(tmp_path_factory.mktemp("pairs") / "bert"))
 
 
 def train(spec, out, folder, loss):

@@ -112,10 +112,8 @@ def encoded(folder: str) -> torch.Tensor:
     return SentenceTransformer(folder).encode(TEXTS, convert_to_tensor=True)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A model to start from."""
-    path = str(tmp_path_factory.mktemp("sentences") / "bert")
+def write_encoder(path: str) -> str:
+    """Write an encoder to start from, and its tokenizer; return the folder."""
 
     def write():
         materials.model("bert", materials.MODELS["bert"][2]).save_pretrained(path)
@@ -123,6 +121,12 @@ def folder(tmp_path_factory):
 
     run_alone(write)
     return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model to start from."""
+    return write_encoder(str(tmp_path_factory.mktemp("sentences") / "bert"))
 
 
 @pytest.mark.parametrize(
