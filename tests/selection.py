@@ -39,7 +39,7 @@ EVERY_CASE = {"tests/processes/test_docs.py::test_command"}
 #: What all cases of a plain run may take together: 25 minutes of two workers on the machine of the measurements.
 PER_RUN = 2960.0
 #: A test of which one case takes longer runs under `--all` alone.
-LONGEST_CASE = 10.0
+LONGEST_CASE = 8.5
 #: What half of the files may take, and what a file takes at most that is in both halves.
 PER_HALF, IN_BOTH_HALVES = 1850.0, 3.0
 #: What one test and all of them may take under `--quick`.
