@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 
 from hf_parallel.ask.session import of_session
@@ -86,7 +87,9 @@ def remember_counts(trainer: Trainer) -> Callable[[], None]:
     known = set(vars(trainer))
     named = {name: value for name, value in vars(trainer).items() if torch.is_tensor(value)}
     modules = [one for one in vars(trainer).values() if isinstance(one, nn.Module) and one is not trainer.model]
-    tensors = [*named.values(), *(buffer for one in modules for buffer in one.buffers())]
+    held = (*named.values(), *(buffer for one in modules for buffer in one.buffers()))
+    # A loss writes to no parameter. To compare one that is cut over ranks would be a collective.
+    tensors = [one for one in held if not one.requires_grad and not isinstance(one, DTensor)]
     values = [tensor.detach().clone() for tensor in tensors]
     counters = {name: value for name, value in vars(trainer).items() if _is_collection(value)}
     before = copy.deepcopy(counters)
