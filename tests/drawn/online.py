@@ -16,7 +16,7 @@ from tests import rollouts
 from tests.drawn import trainers, trl_scripts
 from tests.drawn.bench import Choices, Kind
 from tests.drawn.trainers import Keeper
-from tests.drawn.trl_scripts import OF_TRAINER, Texts, list_ruled_out_adapters, turns
+from tests.drawn.trl_scripts import OF_TRAINER, Texts, evaluate_where_wanted, list_ruled_out_adapters, turns
 from tests.training import EVAL_SEED, TRAIN_SEED, arguments_of
 from tests.trl_scripts import make_tokenizer
 
@@ -94,13 +94,7 @@ def fit(trainer: str, chosen: Choices) -> Choices:
         plain |= {"reward_weights"}
     if chosen["batch"] == 8 and chosen["num_generations"] == 8:
         plain |= {"num_generations_eval"}
-    if chosen["load_best_model_at_end"] or chosen["callbacks"] == "early_stopping":
-        chosen |= {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
-        chosen |= {"load_best_model_at_end": True}
-    if chosen["lr_scheduler_type"] == "reduce_lr_on_plateau":
-        chosen |= {"eval_strategy": "steps"}
-    if chosen["save_strategy"] == "best":
-        chosen |= {"save_strategy": "epoch"}
+    evaluate_where_wanted(chosen)
     if chosen["resumes"]:
         chosen |= {"max_steps": 5, "save_strategy": "steps", "save_steps": 1, "save_only_model": False}
         # A draw goes by how often was generated before, and completions that serve several steps are not saved.

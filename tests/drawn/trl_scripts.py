@@ -167,6 +167,17 @@ def list_ruled_out_adapters(chosen: Choices) -> set[str]:
     return plain
 
 
+def evaluate_where_wanted(chosen: Choices) -> None:
+    """Let a script evaluate and save as its best model, its callbacks and its schedule need it."""
+    if chosen["load_best_model_at_end"] or chosen["callbacks"] == "early_stopping":
+        chosen |= {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+        chosen |= {"load_best_model_at_end": True}
+    if chosen["lr_scheduler_type"] == "reduce_lr_on_plateau":
+        chosen |= {"eval_strategy": "steps"}
+    if chosen["save_strategy"] == "best":
+        chosen |= {"save_strategy": "epoch"}
+
+
 def fit(trainer: str, chosen: Choices) -> Choices:
     """Take back choices that no script can make together, in one process either."""
     plain = list_ruled_out_adapters(chosen)
@@ -181,13 +192,7 @@ def fit(trainer: str, chosen: Choices) -> Choices:
             "dataloader_drop_last",
         }  # of a stream of less than a batch nothing is left
         chosen["max_steps"] = max(chosen["max_steps"], 4)
-    if chosen["load_best_model_at_end"] or chosen["callbacks"] == "early_stopping":
-        chosen |= {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
-        chosen |= {"load_best_model_at_end": True}
-    if chosen["lr_scheduler_type"] == "reduce_lr_on_plateau":
-        chosen |= {"eval_strategy": "steps"}
-    if chosen["save_strategy"] == "best":
-        chosen |= {"save_strategy": "epoch"}
+    evaluate_where_wanted(chosen)
     if chosen["resumes"]:
         chosen |= {"max_steps": 5, "save_strategy": "steps", "save_steps": 1, "save_only_model": False}
         plain |= {"twice", "callbacks", "load_best_model_at_end"}
