@@ -8,6 +8,7 @@ a device and back cannot be seen there.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import tempfile
 import traceback
@@ -150,7 +151,8 @@ def _has_mask(args: tuple) -> bool:
 
 def at() -> str:
     """The innermost line of ours on the stack; else the innermost of anybody but torch and this file."""
-    frames = [frame for frame in traceback.extract_stack() if frame.filename not in (__file__, warnings.__file__)]
+    passing = (__file__, inspect.getfile(warnings.catch_warnings))  # in Python 3.14 that is no longer warnings.py
+    frames = [frame for frame in traceback.extract_stack() if frame.filename not in passing]
     ours = [frame for frame in frames if frame.filename.startswith(_OWN)]
     torchs = os.path.dirname(torch.__file__)
     others = [frame for frame in frames if not frame.filename.startswith((torchs, "<"))]

@@ -73,7 +73,9 @@ def install() -> None:
         if "__init__" in cls.__dict__:
             _set_on_class(cls, "__init__", _accept_parallel(cls.__init__))
     _set_on_class(TrainingArguments, NAME, FIELD.default)  # also seen by instances that were made, or pickled, before
-    _set_on_class(TrainingArguments, "__annotations__", {**TrainingArguments.__annotations__, NAME: str | None})
+    own = TrainingArguments.__annotations__  # from Python 3.14 on they stand in the class under another name
+    of_process(_Installed).undo.append(lambda: setattr(TrainingArguments, "__annotations__", own))
+    TrainingArguments.__annotations__ = {**own, NAME: str | None}
     _set_on_class(TrainingArguments, "__post_init__", _activate_before(TrainingArguments.__post_init__))
 
 
