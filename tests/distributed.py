@@ -12,6 +12,7 @@ import faulthandler
 import functools
 import gc
 import importlib
+import multiprocessing
 import os
 import pickle
 import select
@@ -251,6 +252,7 @@ def _prepare_child(variables: dict[str, str], stack_file: Path) -> None:
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(variables)
+    multiprocessing.set_start_method("fork", force=True)  # of loaders, also from Python 3.14 on: they are ranks' own
     torch.set_num_threads(1)  # renews the pool that a fork leaves broken, for which threads would race in torch < 2.13
 
 

@@ -19,7 +19,7 @@ from hf_parallel.axes.pipeline.schedules import count_micro_batches
 from hf_parallel.axes.pipeline.timeline import count_versions_held
 from hf_parallel.checkpoint.folder import LAYOUT
 from hf_parallel.hooks import after_import, runtime
-from hf_parallel.hooks.accelerate.shares import cut_of
+from hf_parallel.hooks.accelerate.shares import cut_of, list_notes_on_workers
 from hf_parallel.monitor.noise import describe_critical_batch
 from hf_parallel.planner.batch import StepBatch
 from hf_parallel.plans.examine import format_bytes, report_of
@@ -243,7 +243,7 @@ def _list_inexact_numbers(trainer: Trainer, data_ranks: int) -> list[str]:
     """Return lines about numbers that are known not to be those of one process."""
     if data_ranks == 1:
         return []
-    notes = []
+    notes = list_notes_on_workers(trainer.accelerator.gradient_state.active_dataloader)
     config, state = getattr(trainer.model, "config", None), runtime.find_parallel_state(trainer.model)
     experts = None if state is None or state.plan is None else state.plan.part(EXPERTS)
     if getattr(config, "output_router_logits", False) and not (experts is not None and experts.balanced):

@@ -44,7 +44,8 @@ def test_experts_that_data_ranks_balance_apart_are_told():
     from hf_parallel.hooks.report import _list_inexact_numbers
 
     model = SimpleNamespace(config=SimpleNamespace(output_router_logits=True))
-    trainer = SimpleNamespace(model=model, can_return_loss=True)
+    loaders = SimpleNamespace(gradient_state=SimpleNamespace(active_dataloader=None))
+    trainer = SimpleNamespace(model=model, can_return_loss=True, accelerator=loaders)
     balance, contrast = _list_inexact_numbers(trainer, data_ranks=2)
     assert "balances experts" in balance
     assert "compares only its own" in contrast

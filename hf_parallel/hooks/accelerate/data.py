@@ -18,9 +18,15 @@ from torch.utils.data import BatchSampler, IterableDataset
 from transformers.utils import ModelOutput
 
 from hf_parallel.ask.spec import refuse
-from hf_parallel.hooks import runtime
+from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.accelerate.processes import CountedBatch, Place, RandomStream, read_loader_from
-from hf_parallel.hooks.accelerate.shares import check_loader, does_drop_last, is_ragged, part_of_stream
+from hf_parallel.hooks.accelerate.shares import (
+    check_loader,
+    does_drop_last,
+    is_ragged,
+    list_notes_on_workers,
+    part_of_stream,
+)
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer.rows import (
     PerExample,
@@ -77,7 +83,10 @@ def prepare_data_loader(original: Callable, dataloader: DataLoader, *args: objec
         if getattr(prepared, "synchronized_generator", None) is not None:
             prepared.synchronized_generator = None
             prepared.rng_types = [kind for kind in prepared.rng_types or () if kind != "generator"]
-    check_loader(prepared, is_loop())
+    check_loader(prepared, of_loop := is_loop())
+    if of_loop and mesh.data_size > 1:
+        for note in list_notes_on_workers(prepared):
+            report.say(note)
     # A loader that draws its order advances the numbers of the next one, and even one in order draws a seed.
     return _shard_by_data_rank(prepared, mesh.config.world_size > mesh.data_size or not is_seeded)
 
@@ -157,7 +166,9 @@ class CountedStream(IterableDataset):
     new: int = 0  # in a worker process, once the stream has ended
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["dataset"], name)
+        if name.startswith("__") or name == "dataset":  # while it is pickled for a worker process
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -216,10 +227,24 @@ def _dispatch_by_data_rank(dataloader: DataLoaderDispatcher) -> None:
 
     dataloader.slice_fn = slice_fn
     base = dataloader.base_dataloader
-    collate = base.collate_fn
+    base.collate_fn = CheckingCollator(base.collate_fn, base.batch_size or 0, _count_sharing_ranks(dataloader))
 
-    def collated(examples: list) -> object:
-        batch = collate(examples)
+
+@dataclass
+class CheckingCollator:
+    """Makes batches that rank 0 can send, maybe in a worker process that has neither the loader nor the layout.
+
+    Attributes:
+        batch_size: examples of a batch that is not the last one.
+        ranks: data ranks over which rows of the last batch are shared out.
+    """
+
+    collate: Callable
+    batch_size: int
+    ranks: int
+
+    def __call__(self, examples: list) -> object:
+        batch = self.collate(examples)
         if any(isinstance(part, str) for part in tree_leaves(batch)):
             what, why = "an IterableDataset whose batches hold text", "rank 0 reads for all, and sends tensors alone"
             refuse(
@@ -227,11 +252,9 @@ def _dispatch_by_data_rank(dataloader: DataLoaderDispatcher) -> None:
                 why,
                 do='accelerator_config={"dispatch_batches": False} works, and so does a data set with a length',
             )
-        if len(examples) < (base.batch_size or 0) and (count_examples(batch) or 0) > len(examples):
-            refuse_cut_examples(dataloader)  # a whole stream of less than one batch: nothing told before
+        if len(examples) < self.batch_size and len(examples) < (count_examples(batch) or 0):
+            _refuse_cut_examples(self.ranks)  # a whole stream of less than one batch: nothing told before
         return batch
-
-    base.collate_fn = collated
 
 
 def refuse_cut_examples(dataloader: DataLoader) -> None:
@@ -240,15 +263,24 @@ def refuse_cut_examples(dataloader: DataLoader) -> None:
     Raises:
         SpecError: this may happen to `dataloader`.
     """
-    from accelerate.data_loader import DataLoaderDispatcher
+    _refuse_cut_examples(_count_sharing_ranks(dataloader))
 
-    ranks = runtime.mesh().data_size
-    if ranks > 1 and isinstance(dataloader, DataLoaderDispatcher) and not dataloader._drop_last:
+
+def _refuse_cut_examples(ranks: int) -> None:
+    if ranks > 1:
         refuse(
             f"an IterableDataset whose examples have several rows, with {ranks} data ranks",
             "the last batch would be shared out by rows",
             do="dataloader_drop_last=True works, and so does a data set with a length",
         )
+
+
+def _count_sharing_ranks(dataloader: DataLoader) -> int:
+    """Count the data ranks over which the rows of the last batch are shared out: 1 where it stays in one piece."""
+    from accelerate.data_loader import DataLoaderDispatcher
+
+    is_shared = isinstance(dataloader, DataLoaderDispatcher) and not dataloader._drop_last
+    return runtime.mesh().data_size if is_shared else 1
 
 
 @patch("accelerate.utils.operations:gather", "gathers over all processes", copies=True)

@@ -117,6 +117,19 @@ def _count_stream_size(loader: DataLoaderDispatcher) -> int:
     return size * (1 if loader.split_batches else runtime.mesh().data_size)
 
 
+def list_notes_on_workers(loader: DataLoader | None) -> list[str]:
+    """Return what to tell of a stream that rank 0 reads by several workers: a data rank's batch is of one of them."""
+    from accelerate.data_loader import DataLoaderDispatcher
+
+    if not isinstance(loader, DataLoaderDispatcher) or loader.split_batches or loader.num_workers < 2:
+        return []
+    return [
+        f"dataloader_num_workers={loader.num_workers}: each worker reads its own part of the stream, and the batches "
+        "of data ranks come from several, so a step has other examples than in one process; dataloader_num_workers=1 "
+        'works, and so does accelerator_config={"dispatch_batches": False}'
+    ]
+
+
 # ---- What follows for a loader --------------------------------------------------------------------------------------
 
 

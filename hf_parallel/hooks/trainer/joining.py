@@ -340,7 +340,9 @@ class Joined:
         return join_rows([dict(self.collate([row])) for row in rows], self.beside)
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self.__dict__["collate"], name)
+        if name.startswith("__") or name == "collate":  # while it is pickled for a worker process
+            raise AttributeError(name)
+        return getattr(self.collate, name)
 
 
 # ---- under `--parallel auto` ----------------------------------------------------------------------------------------

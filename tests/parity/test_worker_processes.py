@@ -1,0 +1,53 @@
+"""Worker processes of a loader: what those that are not forked get is pickled (all, from Python 3.14 on)."""
+
+from functools import partial
+from itertools import islice
+from multiprocessing.reduction import ForkingPickler
+from pickle import loads
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from hf_parallel.hooks.accelerate.shares import list_notes_on_workers
+from tests import models
+from tests.distributed import run
+from tests.rows import Rows, Stream, pad
+from tests.training import activate, axes, trainer_of
+
+EACH = {"accelerator_config": {"dispatch_batches": False}}
+ONE = {"dataloader_num_workers": 1}
+
+
+def send_to_worker(spec: str, kind: type, arguments: dict, out: str) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    """Return a batch of the loader's data set and collator, that of both as a worker gets them, and what is told."""
+    sets = {"train_dataset": kind(22, 3), "data_collator": pad}
+    changes = {"max_steps": 3, "dataloader_num_workers": 2, **arguments}
+    loader = trainer_of(models.build("llama"), out, activate(spec), changes, **sets)[0].get_train_dataloader()
+    parts = (loader.base_dataloader.dataset, loader.base_dataloader.collate_fn)
+    batches = []
+    for dataset, collate in (parts, loads(ForkingPickler.dumps(parts))):
+        rows = list(islice(dataset, 4)) if isinstance(dataset, IterableDataset) else [dataset[i] for i in range(4)]
+        batch = collate(rows)
+        batches.append(getattr(batch, "batch", batch)["input_ids"])
+    return (*batches, list_notes_on_workers(loader))
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "arguments", "told"),
+    [
+        ("dp_shard=2", Stream, {}, True),
+        ("dp_shard=2", Stream, ONE, False),
+        ("dp_shard=2", Stream, EACH, False),
+        ("dp_shard=2", Rows, {}, False),
+        ("dp_shard=2,pack_tokens=70", Rows, {}, False),
+        ("dp_shard=2,padding_free=true", Rows, {}, False),
+    ],
+    ids=str,
+)
+def test_data_set_and_collator_reach_a_worker(spec, kind, arguments, told, tmp_path):
+    """A stream that rank 0 reads by several workers makes other batches than one process does, and is told."""
+    rank = partial(send_to_worker, spec, kind, arguments, str(tmp_path))
+    for ours, of_worker, notes in run(rank, axes(spec)["world"], init=False):
+        assert torch.equal(ours, of_worker)
+        assert any("dataloader_num_workers=1 works" in note for note in notes) == told
