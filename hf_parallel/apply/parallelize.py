@@ -52,6 +52,7 @@ from hf_parallel.model.anatomy import list_transformer_blocks
 from hf_parallel.plans.resolve import read_model, resolve
 from hf_parallel.ranks import OneBatch, messages, watch
 from hf_parallel.ranks.mesh import ParallelMesh, get_stored
+from hf_parallel.ranks.steps import keep_compiled_steps_apart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -119,6 +120,7 @@ def apply(model: nn.Module, plan: Plan, mesh: ParallelMesh, pack: Packing | None
     take_exchanged()  # before `step_on_local_parts`: an optimizer is checked with the parameters that it was given
     step_on_local_parts()
     step_on_whole_tensors()
+    keep_compiled_steps_apart()
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
     vars(model).update(_hf_parallel=state, _hf_parallel_tied_keys=tied)
     replace_methods(model, mesh, pipeline, functools.partial(parallelize, mesh=mesh))

@@ -20,7 +20,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.ask.waiting import waiting
 from hf_parallel.axes.data.reach import find_reaches, reads_whole_tensors
+from hf_parallel.checkpoint.codes import decode_slots, holds_codes, pack_states
 from hf_parallel.checkpoint.hub_format import (
     Group,
     gather_entries_of,
@@ -41,7 +42,7 @@ from hf_parallel.checkpoint.slices import find_local_part, make_whole_part
 from hf_parallel.checkpoint.weights import split_into_files, taken
 from hf_parallel.checkpoint.writers import Item, assign_items
 from hf_parallel.model.anatomy import get_stored_order
-from hf_parallel.ranks.mesh import ParallelMesh, get_stored, place_as
+from hf_parallel.ranks.mesh import ParallelMesh, get_stored
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -325,7 +326,7 @@ def write_plain(directory: str, out: str) -> None:
     """
     with contextlib.ExitStack() as stack:
         saved = _read_saved_state(os.path.join(directory, FOLDER), stack)
-        if saved.kind is not None and saved.kind.startswith("bitsandbytes."):
+        if saved.kind is not None and saved.kind.startswith(("bitsandbytes.", "torchao.")):
             raise ValueError(f"--trainer: {saved.kind} keeps codes, of which checkpoints have the values; AdamW works")
         numbered = {name: number for number, name in enumerate(saved.places)}  # group by group, as the index has them
         state: dict[int, dict[str, object]] = {}
@@ -368,7 +369,8 @@ def _set_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: Optimize
                 found[slot] = read_values(source, make_whole_part(source.shape))
                 continue
             kind = DTensor if isinstance(parameter, DTensor) else torch.Tensor
-            if not isinstance(target, kind) or (target.shape, target.dtype) != (parameter.shape, source.dtype):
+            fits = isinstance(target, kind) and (target.shape, target.dtype) == (parameter.shape, source.dtype)
+            if not fits or holds_codes(target):
                 target = torch.zeros_like(parameter, dtype=source.dtype, requires_grad=False)
             part = find_local_part(parameter, get_stored_order(model, name))
             get_stored(target).copy_(read_values(source, part))
@@ -389,79 +391,3 @@ def _set_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: Optimize
             group.update({key: decode_from_json(unknown[key]) for key in ("lr", "initial_lr") if key in unknown})
     optimizer.load_state_dict(packed)
     pack_states(optimizer)
-
-
-# ---- Optimizer states of 8 bits (bitsandbytes): in checkpoints the values themselves, which know no layout ----------
-#     state1 [numbers of the part], uint8    codes
-#     qmap1 [256]                            code -> value from -1 to 1
-#     absmax1 [blocks]                       what that is times, per block of the part's values in their order
-#
-# (Dettmers et al., arXiv 2110.02861, section 2). Blocks begin anew on each rank: they are made again when they are
-# read.
-
-Slots = dict[str, Any]  # of one parameter: tensors, numbers
-
-_BLOCK = 256
-#: The key in which bitsandbytes nests states where it writes them itself.
-_NESTED = "__bnb_optimizer_quant_state__"
-
-
-def decode_slots(slots: Slots, parameter: torch.Tensor | None = None) -> dict[str, object]:
-    """Return the slots of one parameter as values, not codes; tensors of local values as parts of `parameter`."""
-    slots = {**slots, **slots.get(_NESTED, {})}
-    slots.pop(_NESTED, None)
-    for name, number in (("state1", 1), ("state2", 2)):
-        largest = slots.get(f"absmax{number}")
-        if name in slots and (largest is None or largest.ndim == 1):  # AdEMAMix keeps two in one: no checkpoints
-            values = slots[name]
-            if largest is not None:
-                factors = largest.repeat_interleave(_BLOCK)[: values.numel()]
-                values = (slots[f"qmap{number}"][values.flatten().long()] * factors).view(values.shape)
-            if isinstance(parameter, DTensor) and not isinstance(values, DTensor):
-                values = place_as(parameter, values) if values.shape == get_stored(parameter).shape else values
-            slots[name] = values
-            slots = {key: value for key, value in slots.items() if key not in (f"absmax{number}", f"qmap{number}")}
-    return slots
-
-
-def pack_states(optimizer: Any) -> None:
-    """Turn values into codes again after loading, where the optimizer keeps codes."""
-    if not hasattr(optimizer, "name2qmap"):
-        return
-    if not optimizer.initialized:
-        optimizer.check_overrides()  # of embeddings, whose states stay in 32 bits
-    lists = [group["params"] for group in optimizer.param_groups]
-    numbered = [(number, *found) for number, parameters in enumerate(lists) for found in enumerate(parameters)]
-    for number, index, parameter in numbered:
-        slots = optimizer.state.get(parameter)
-        if not slots:
-            continue
-        part = get_stored(parameter.detach())
-        optimizer.init_state(optimizer.param_groups[number], part, number, index)
-        fresh = optimizer.state.pop(part)
-        for name, value in slots.items():
-            if name not in ("state1", "state2"):
-                fresh[name] = value
-                continue
-            local = get_stored(value).to(fresh[name].device)
-            if fresh[name].dtype == torch.uint8:
-                codes, fresh[f"absmax{name[-1]}"] = _encode_values(local, fresh[f"qmap{name[-1]}"])
-                fresh[name].copy_(codes)
-            else:
-                fresh[name].copy_(local)
-        optimizer.state[parameter] = fresh
-
-
-def _encode_values(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the nearest codes, and the largest magnitude of each block.
-
-    A block whose extreme is negative ends at the table's lowest value, which is not -1: so codes that are read back
-    are those that were written.
-    """
-    flat = values.flatten()
-    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % _BLOCK)).view(-1, _BLOCK)
-    highest, lowest = blocks.amax(1).clamp(min=0), blocks.amin(1).clamp(max=0)
-    largest = highest / table[-1] if table[0] >= 0 else torch.maximum(highest / table[-1], lowest / table[0])
-    scaled = (blocks / largest.clamp(min=torch.finfo(largest.dtype).tiny)[:, None]).flatten()[: flat.numel()]
-    codes = torch.bucketize(scaled, (table[1:] + table[:-1]) / 2)
-    return codes.to(torch.uint8).view(values.shape), largest

@@ -10,8 +10,11 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+import torch
+import torch.compiler.config
+import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -68,3 +71,32 @@ def _is_within_step(optimizer: Optimizer) -> bool:
 def _inherits_a_step(kind: Any) -> bool:
     """Has this class a step of its own, and a base class of it another? The one of `Optimizer` itself does nothing."""
     return len({inspect.unwrap(vars(base)["step"]) for base in kind.__mro__ if "step" in vars(base)}) > 2
+
+
+# ---- Steps that are compiled ----------------------------------------------------------------------------------------
+
+_GRAPHS = "_hf_parallel_graphs"  # what keeps the graphs of the step that an optimizer is in
+
+
+def keep_compiled_steps_apart() -> None:
+    """Keep the graphs that torchao compiles for its steps for this rank. A second call changes nothing.
+
+    torch 2.13 keeps them on disk by the shape of a whole DTensor: a rank would load the graph of another one whose
+    parts are larger, and fail.
+    """
+    call_before_steps(_begin_compiled_step)
+    call_after_steps(_end_compiled_step)
+
+
+def _begin_compiled_step(optimizer: Optimizer, *_: object) -> None:
+    if type(optimizer).step.__module__.startswith("torchao."):
+        _end_compiled_step(optimizer)  # one that has failed
+        tag = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+        vars(optimizer)[_GRAPHS] = patched = cast(Any, torch.compiler.config).patch(cache_key_tag=tag)
+        patched.__enter__()
+
+
+def _end_compiled_step(optimizer: Optimizer, *_: object) -> None:
+    patched = vars(optimizer).pop(_GRAPHS, None)
+    if patched is not None:
+        patched.__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""Optimizers whose states have 8 bits: steps on shards, and checkpoints that any layout reads."""
+"""Optimizers whose states have 8 or 4 bits: steps on shards, and checkpoints that any layout reads."""
 
 import pytest
 import torch
@@ -47,11 +47,36 @@ def test_resumes(ended, runs, tmp_path, source, spec):
     none(log_differences(resumed, former, REST, 1e-6 if source == spec else ROUNDING))
 
 
+#: Relative. Codes of 4 bits are 10 % apart.
+ROUNDINGS = {"adamw_torch_8bit": ROUNDING, "adamw_torch_4bit": 2e-2}
+
+
+@pytest.mark.parametrize(
+    ("optim", "source", "spec"),
+    [
+        ("adamw_torch_8bit", "tp=2", "pp=2,dp_shard=2"),
+        ("adamw_torch_4bit", "dp_shard=2", "dp_shard=2"),
+        ("adamw_torch_4bit", "dp_shard=2", ONE),
+    ],
+    ids=str,
+)
+def test_torchao(runs, tmp_path, optim, source, spec):
+    """Its steps are compiled, for parts of unlike sizes; a resumed run goes on as one that was never stopped."""
+    pytest.importorskip("torchao")
+    alone, former = (
+        trained(layout, job(runs, tmp_path / name, optim=optim))[0]
+        for layout, name in ((ONE, "alone"), (source, "former"))
+    )
+    none(log_differences(former, alone, range(1, STEPS + 1), ROUNDINGS[optim]))
+    given = job(runs, tmp_path / "resumed", optim=optim, resume=f"{former.folder}/checkpoint-{STOP}")
+    none(log_differences(trained(spec, given)[0], former, REST, 1e-6 if source == spec else ROUNDINGS[optim]))
+
+
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_survive(signed):
     """Blocks with extremes of either sign, a last one that is not full, and one of zeros."""
     functional = pytest.importorskip("bitsandbytes.functional")
-    from hf_parallel.checkpoint.resume import _encode_values, decode_slots
+    from hf_parallel.checkpoint.codes import _encode_values, decode_slots
 
     table = functional.create_dynamic_map(signed=signed)
     torch.manual_seed(0)
