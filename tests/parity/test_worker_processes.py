@@ -22,8 +22,11 @@ ONE = {"dataloader_num_workers": 1}
 def send_to_worker(spec: str, kind: type, arguments: dict, out: str) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
     """Return a batch of the loader's data set and collator, that of both as a worker gets them, and what is told."""
     sets = {"train_dataset": kind(22, 3), "data_collator": pad}
-    changes = {"max_steps": 3, "dataloader_num_workers": 2, **arguments}
+    spawned = {"dataloader_multiprocessing_context": "spawn", "dataloader_in_order": False}
+    changes = {"max_steps": 3, "dataloader_num_workers": 2, **spawned, **arguments}
     loader = trainer_of(models.build("llama"), out, activate(spec), changes, **sets)[0].get_train_dataloader()
+    assert loader.base_dataloader.multiprocessing_context.get_start_method() == "spawn"
+    assert not loader.base_dataloader.in_order
     parts = (loader.base_dataloader.dataset, loader.base_dataloader.collate_fn)
     batches = []
     for dataset, collate in (parts, loads(ForkingPickler.dumps(parts))):

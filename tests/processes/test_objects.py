@@ -57,7 +57,7 @@ def test_what_the_source_raises_all_raise(distributed, source):
         start, seen = time.monotonic(), []
         for make in (no_folder, no_field, local, not_an_object):
             with pytest.raises(
-                (FileNotFoundError, KeyError, Local, RuntimeError, AttributeError), match="."
+                (FileNotFoundError, KeyError, Local, RuntimeError, AttributeError, pickle.PicklingError), match="."
             ) as failed:
                 messages.send_from_one(make, source=source)
             seen.append((failed.type.__name__, str(failed.value), str(failed.value.__cause__)))

@@ -154,7 +154,7 @@ def check_loop() -> None:
 @patch("transformers.trainer:Trainer.get_train_dataloader", "counts batches in rows")
 def get_train_dataloader(original: Callable, self: Trainer) -> object:
     """Batches of at most `pack_tokens` tokens, or the script's without padding, where that is asked for."""
-    from transformers.trainer_utils import has_length
+    from transformers.trainer_utils import has_length, seed_worker
 
     if read_budget() or joining.is_joining_wanted():
         why = joining.find_reason_for_other_numbers(self)
@@ -186,14 +186,20 @@ def get_train_dataloader(original: Callable, self: Trainer) -> object:
         f"pack_tokens={batches.budget}: {len(batches.lengths)} examples in {batches.steps} batches of each of "
         f"{batches.ranks} data ranks{unlike}, {filled:.0%} full; per_device_train_batch_size is not used for training"
     )
+    workers = args.dataloader_num_workers
     loader = torch.utils.data.DataLoader(
         examples,
         batch_sampler=batches,  # type: ignore[arg-type]
         collate_fn=functools.partial(join_rows, beside=Beside.wanted(self, of_batch=False)),
-        num_workers=args.dataloader_num_workers,
+        num_workers=workers,
         pin_memory=args.dataloader_pin_memory,
         persistent_workers=args.dataloader_persistent_workers,
         prefetch_factor=args.dataloader_prefetch_factor,
+        multiprocessing_context=args.dataloader_multiprocessing_context,
+        in_order=args.dataloader_in_order,
+        worker_init_fn=functools.partial(
+            seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
+        ),
     )
     return self.accelerator.prepare(loader)
 
