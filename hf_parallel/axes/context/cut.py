@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.context import packs
 from hf_parallel.axes.context.attention import Cut, Exchanged, current, join, sum_over_ranks, take, take_part
 from hf_parallel.axes.context.choose import Choice
@@ -280,10 +279,9 @@ class SequenceCut:
         """
         read = (gradient[padding].nan_to_num(0, 0, 0) != 0).sum(-1).count_nonzero()
         if read:
-            refuse(
-                f"cp_size={self.group.size()}",
-                f"the loss reads outputs of {int(read)} tokens that attention_mask hides, and cp computes none there",
-                "a loss that leaves them out, or cp_size=1,",
+            raise ValueError(
+                f"hf_parallel: cp_size={self.group.size()}: the loss reads outputs of {int(read)} tokens that "
+                "attention_mask hides, where cp computes none; a loss that leaves them out, or cp_size=1, works"
             )
 
     def _make_router_logits_whole(
