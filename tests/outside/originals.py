@@ -8,6 +8,7 @@ from tests.outside.colpali import COLPALI
 from tests.outside.diffusion import DIFFUSION
 from tests.outside.gliner import GLINER
 from tests.outside.llama_factory import FACTORY
+from tests.outside.open_r1 import OPEN_R1
 from tests.outside.peft_examples import PEFT
 from tests.outside.tuning import TUNING
 
@@ -647,6 +648,7 @@ ORIGINALS = {
     **ACCELERATE,
     **ALIGNING,
     **SENTENCES,
+    **OPEN_R1,
     **PEFT,
     **FACTORY,
     **CHRONOS,
