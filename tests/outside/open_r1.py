@@ -28,8 +28,8 @@ OPEN_R1 = {
     "open-r1 grpo": Case(f"{FOLDER}/grpo.py", f"{GRPO} soft_overlong_punishment repetition_penalty", edits=EDITS),
     "open-r1 grpo, LoRA": Case(
         f"{FOLDER}/grpo.py",
-        f"{GRPO} soft_overlong_punishment repetition_penalty --beta 0.1 --use_peft --lora_target_modules q_proj down_proj "
-        "--lora_dropout 0",
+        f"{GRPO} soft_overlong_punishment repetition_penalty --beta 0.1 --use_peft --lora_dropout 0 "
+        "--lora_target_modules q_proj down_proj",
         edits=EDITS,
     ),
 }
