@@ -5,7 +5,10 @@ from tests.outside.cases import TRAINER, Case
 SCRIPT = "LESS/less/train/train.py"
 EDITS = (
     ("import sys\nimport time\n", "import sys\nimport time\nsys.path.insert(0, 'SOURCES/LESS')\n"),
-    ("        tokenizer=tokenizer,\n        data_collator", "        processing_class=tokenizer,\n        data_collator"),
+    (
+        "        tokenizer=tokenizer,\n        data_collator",
+        "        processing_class=tokenizer,\n        data_collator",
+    ),
 )
 RUN = (
     f"--model_name_or_path ROOT/llama --train_files ROOT/chats/train.jsonl --max_seq_length 49 {TRAINER} "

@@ -25,6 +25,11 @@ OPEN_R1 = {
         "down_proj --lora_dropout 0 --gradient_accumulation_steps 2",
         edits=EDITS,
     ),
+    "open-r1 grpo, epochs": Case(
+        f"{FOLDER}/grpo.py",
+        f"{GRPO} soft_overlong_punishment repetition_penalty --max_steps 26 --eval_strategy no",
+        edits=EDITS,
+    ),
     "open-r1 grpo": Case(f"{FOLDER}/grpo.py", f"{GRPO} soft_overlong_punishment repetition_penalty", edits=EDITS),
     "open-r1 grpo, LoRA": Case(
         f"{FOLDER}/grpo.py",

@@ -7,9 +7,9 @@ from tests.outside.chronos import CHRONOS
 from tests.outside.colpali import COLPALI
 from tests.outside.diffusion import DIFFUSION
 from tests.outside.gliner import GLINER
-from tests.outside.llama_factory import FACTORY
 from tests.outside.inferring import INFERRING
 from tests.outside.less import LESS
+from tests.outside.llama_factory import FACTORY
 from tests.outside.lmflow import LMFLOW
 from tests.outside.open_r1 import OPEN_R1
 from tests.outside.peft_examples import PEFT

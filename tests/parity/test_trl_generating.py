@@ -80,8 +80,8 @@ def test_rloo(trl_runs, case, spec):
 @pytest.mark.parametrize(("spec", "seed_steps"), [("tp=2", True), ("tp=2", False), ("pp=2", False)])
 def test_real_draws(trl_runs, spec, seed_steps):
     """From the same random state the ranks of one model draw what one process draws, step after step."""
-    asked = ("grpo", "prompt", BASE + "--max_completion_length 4")
-    how = (partial(trl_scripts.script, real_draws=True, seed_steps=seed_steps),)
+    asked = ("grpo", "prompt", BASE + "--max_completion_length 4 --max_steps 6")  # of two epochs
+    how = (partial(trl_scripts.script, batch=32, real_draws=True, seed_steps=seed_steps),)
     (expected,) = trl_runs.run(1, *asked, how=how)
     lengths = [log["num_tokens"] for log in expected.logs if "num_tokens" in log]
     for outcome in trl_runs.run(2, *asked, spec, how=how):

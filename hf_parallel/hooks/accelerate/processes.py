@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 # In one process the loaders and the model draw from the same generators in turn. Here ranks of one model must read the
 # same batches, and do not all draw what the model draws: so data has a stream of its own, which goes on from loader to
 # loader. Where the model draws nothing, orders and masks are those of one process. As long as a rank has drawn nothing
-# else, its generators go on with the stream, so that the model then draws what it would in one process.
+# else, its generators go on with the stream, so that the model then draws what it would in one process. At each epoch
+# of a Trainer the stream goes on from rank 0's generators, and with it the generators of all ranks that are equal.
 
 
 def _read_global_state() -> tuple:
@@ -72,6 +73,13 @@ class RandomStream:
             cls.latest = cls(told)
         assert cls.latest is not None
         return cls.latest
+
+    def rejoin(self) -> None:
+        """Go on from rank 0's generators if they have drawn something else since, as one process does. Collective."""
+        known = self.left is not None and _is_equal_state(self.left, _read_global_state())
+        told = messages.send_from_one(lambda: None if known else _read_global_state())
+        if told is not None:
+            self.state, self.left = told, _read_global_state()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -134,6 +142,7 @@ class Place:
     started: State | None = None  # what the epoch that is going on has started from
     ended: int | None = None  # the epoch after the one that was read to its end
     again: State | None = None  # what the next epoch starts from: a former process has begun it
+    rejoins: bool = False  # do all ranks start the next epoch together?
 
     def state(self) -> State:
         """Return the place as numbers and tensors."""
@@ -168,6 +177,9 @@ class Place:
 
     def batches(self, loader: DataLoaderShard, iterate: Callable[[], Iterator], empty: bool) -> Iterator:
         """An epoch of `loader`, which is this place's own or skips batches of it; all of them if `empty`."""
+        if self.rejoins and self.stream is not None and self.again is None:
+            self.stream.rejoin()
+        self.rejoins = False
         before, epoch = self._read_now(), loader.iteration
         draw = contextlib.nullcontext if self.stream is None else self.stream.active
         again, self.again = self.again, None
