@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # same batches, and do not all draw what the model draws: so data has a stream of its own, which goes on from loader to
 # loader. Where the model draws nothing, orders and masks are those of one process. As long as a rank has drawn nothing
 # else, its generators go on with the stream, so that the model then draws what it would in one process. At each epoch
-# of a Trainer the stream goes on from rank 0's generators, and with it the generators of all ranks that are equal.
+# of a Trainer the stream goes on from generators that a loss has drawn from, and so do those of ranks that have not.
 
 
 def _read_global_state() -> tuple:
@@ -65,21 +65,25 @@ class RandomStream:
 
     @classmethod
     def here(cls) -> RandomStream:
-        """Return the latest one as long as rank 0's generators are as it has left them; else a new one from there."""
-        left = None if cls.latest is None else cls.latest.left
-        known = left is not None and _is_equal_state(left, _read_global_state())
-        told = messages.send_from_one(lambda: None if known else _read_global_state())
-        if told is not None:
-            cls.latest = cls(told)
-        assert cls.latest is not None
+        """Return the latest one as it goes on here. Collective."""
+        if cls.latest is None:
+            cls.latest = cls(messages.send_from_one(_read_global_state))
+        else:
+            cls.latest.rejoin()
         return cls.latest
 
     def rejoin(self) -> None:
-        """Go on from rank 0's generators if they have drawn something else since, as one process does. Collective."""
+        """Go on from the generators that have drawn something else since, as one process does. Collective.
+
+        Of several ranks that have, the first counts: a pipeline's last stage draws what its loss draws.
+        """
         known = self.left is not None and _is_equal_state(self.left, _read_global_state())
-        told = messages.send_from_one(lambda: None if known else _read_global_state())
-        if told is not None:
-            self.state, self.left = told, _read_global_state()
+        drawn = [not one for one in messages.gather_objects(known or runtime.mesh().data_rank > 0)]
+        if any(drawn):
+            self.state = messages.send_from_one(_read_global_state, source=drawn.index(True))
+            if known:
+                _set_global_state(self.state)
+            self.left = _read_global_state()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -110,7 +114,9 @@ def continue_stream(state: tuple | None) -> None:
     """
     if RandomStream.latest is None:
         return
-    RandomStream.latest.state = messages.send_from_one(_read_global_state) if state is None else state
+    stream, own = RandomStream.latest, _read_global_state()
+    stream.state = messages.send_from_one(_read_global_state) if state is None else state
+    stream.left = own if _is_equal_state(own, stream.state) else None
 
 
 def _is_equal_state(one: tuple, other: tuple) -> bool:
