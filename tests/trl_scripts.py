@@ -151,6 +151,7 @@ def script(
     spec: str | None = None,
     batch: int = 8,
     real_draws: bool = False,
+    seed_steps: bool = False,
 ) -> Outcome:
     """Run `trl NAME FLAGS` in steps of `batch` rows over all data ranks. Draws belong to rows, or to a step."""
     datasets.config.HF_DATASETS_CACHE = Path(root, "cache")
@@ -159,7 +160,7 @@ def script(
         rollouts.draw_by_row(data_rank)
     datasets.disable_progress_bars()
     recorder = AllLogs()
-    callbacks = [recorder, rollouts.SeedEachStep()] if real_draws else [recorder]
+    callbacks = [recorder, rollouts.SeedEachStep()] if seed_steps else [recorder]
     trainer.DEFAULT_CALLBACKS = [*callbacks, *trainer.DEFAULT_CALLBACKS]  # a script takes no callbacks
     PrinterCallback.on_log = lambda *args, **kwargs: None
     rows = str(batch // axes(spec)["data_ranks"])

@@ -24,7 +24,7 @@ from hf_parallel.hooks.accelerate.paired_losses import (
     OfAllRanks,
     count_examples_of_ranks,
 )
-from hf_parallel.hooks.patching import patch
+from hf_parallel.hooks.patching import patch, read_library_version
 from hf_parallel.hooks.trainer.means import correct_mean
 from hf_parallel.ranks import gather_sequence
 from hf_parallel.ranks.messages import gather_objects
@@ -32,6 +32,16 @@ from hf_parallel.ranks.messages import gather_objects
 if TYPE_CHECKING:
     from torch import nn
     from transformers import Trainer, TrainingArguments
+
+
+@patch("sentence_transformers:SentenceTransformerTrainer.__init__", "draws and compares by process", before="6.2")
+def refuse_older_trainer(original: Callable, self: Trainer, *args: object, **kwargs: object) -> None:
+    """Refuse a trainer whose modules are not those that are replaced here, a cross-encoder's among them."""
+    if all(kind.__module__ != "sentence_transformers.base.trainer" for kind in type(self).__mro__):
+        found = read_library_version("sentence_transformers")
+        why = "its batches and losses would be those of a process"
+        refuse(f"sentence_transformers {found}", why, "sentence_transformers 6.2")
+    original(self, *args, **kwargs)
 
 
 @patch("sentence_transformers.base.trainer:distributed_evaluation", "splits by rank")

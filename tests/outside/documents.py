@@ -13,6 +13,12 @@ from tests.outside import materials, media
 #: Rows per split. 22 and 11 leave ragged last batches of 8.
 COUNTS = {"train": 22, "test": 11}
 MARKS = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|endoftext|>", "<image>"]
+#: Turns whose content is text, or a list of texts and pictures.
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }} {% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for c in m['content'] %}{% if c['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}"
+    "{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>{% endfor %}"
+)
 TEXT = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -26,6 +32,7 @@ TEXT = {
 def write_all(root: str) -> None:
     """Write the pages and every model below a folder that materials has written to."""
     write_pages(Path(root))
+    write_looks(Path(root))
     with contextlib.suppress(ImportError):  # its processor needs torchvision
         write_qwen2_vl(root)
     write_spans(Path(root))
@@ -48,6 +55,26 @@ def write_pages(root: Path) -> None:
         columns = {"query": Value("string"), "image": Image(), "text": Value("string"), "number": Value("int64")}
         splits[split] = Dataset.from_list(rows, features=Features({**columns, "others": List(Value("int64"))}))
     DatasetDict(splits).save_to_disk(root / "pages")
+
+
+def write_looks(root: Path) -> None:
+    """Save turns of a talk with none, one or two pictures, and questions with two answers of unlike worth."""
+    words = " ".join(materials.topics[name] for name in ("assert", "while", "if", "with")).split()
+    turns = List({"role": Value("string"), "content": Value("string")})
+    for name, columns in (("looks", ["messages"]), ("looked", ["prompt", "chosen", "rejected"])):
+        splits = {}
+        for split, count in COUNTS.items():
+            draw, rows = random.Random(f"{name} {split}"), []
+            for _ in range(count):
+                sizes = [(draw.choice([32, 48]), draw.choice([32, 48])) for _ in range(draw.choice([0, 1, 1, 2]))]
+                question = {"role": "user", "content": materials.some(words, draw, 2, 5)}
+                answers = [{"role": "assistant", "content": materials.some(words, draw, 1, 6)} for _ in range(2)]
+                talks = [[question, answers[0]]] if name == "looks" else [[question], *([one] for one in answers)]
+                pictures = [media.encoded(media.drawing(draw)[0].resize(size)) for size in sizes]
+                rows.append({"images": pictures, **dict(zip(columns, talks, strict=True))})
+            features = Features({"images": List(Image()), **dict.fromkeys(columns, turns)})
+            splits[split] = Dataset.from_list(rows, features=features)
+        DatasetDict(splits).save_to_disk(root / name)
 
 
 def write_spans(root: Path) -> None:
@@ -138,3 +165,5 @@ def write_qwen2_vl(root: str) -> None:
         chat_template="{{ messages[0]['content'] }}",
     )
     media.saved(media.seeded(qwen2_vl.Qwen2VLModel, config), f"{root}/qwen2_vl", processor)
+    processor.chat_template = processor.tokenizer.chat_template = CHAT
+    media.saved(media.seeded(qwen2_vl.Qwen2VLForConditionalGeneration, config), f"{root}/qwen2_vl_chat", processor)

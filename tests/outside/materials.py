@@ -90,6 +90,9 @@ def write_for_tuning(root: Path, chatty: PreTrainedTokenizerFast) -> None:
     adapters = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_dropout": 0.0}
     settings["peft_config"] = {**adapters, "target_modules": ["q_proj", "down_proj"]}
     (root / "dialogues" / "glm-lora.json").write_text(json.dumps(settings))
+    texts = [json.loads(line) for line in (root / "texts" / "full.jsonl").read_text().splitlines()]
+    (root / "typed").mkdir(exist_ok=True)
+    (root / "typed" / "train.json").write_text(json.dumps({"type": "text_only", "instances": texts}))
     for name in ("with", "while"):
         (root / "plain").mkdir(exist_ok=True)
         (root / "plain" / f"{name}.txt").write_text(topics[name])

@@ -7,8 +7,13 @@ from tests.outside.chronos import CHRONOS
 from tests.outside.colpali import COLPALI
 from tests.outside.diffusion import DIFFUSION
 from tests.outside.gliner import GLINER
+from tests.outside.inferring import INFERRING
+from tests.outside.less import LESS
 from tests.outside.llama_factory import FACTORY
+from tests.outside.lmflow import LMFLOW
+from tests.outside.open_r1 import OPEN_R1
 from tests.outside.peft_examples import PEFT
+from tests.outside.trl_examples import TRL_EXAMPLES
 from tests.outside.tuning import TUNING
 
 SPECS = ("tp=2", "pp=2", "dp_shard=2", "dp_shard=2,zero_stage=1", "cp=2")
@@ -647,11 +652,16 @@ ORIGINALS = {
     **ACCELERATE,
     **ALIGNING,
     **SENTENCES,
+    **INFERRING,
+    **LESS,
+    **LMFLOW,
+    **OPEN_R1,
     **PEFT,
     **FACTORY,
     **CHRONOS,
     **COLPALI,
     **GLINER,
+    **TRL_EXAMPLES,
     **TUNING,
     **DIFFUSION,
     **OTHERS,

@@ -8,7 +8,8 @@ from tests import models
 from tests.activations import own_bytes
 from tests.adapters import lora
 from tests.context import DOCUMENTS, all_steps, batch, differences
-from tests.distributed import run, run_alone
+from tests.distributed import RankFailure, run, run_alone
+from tests.refusals import pattern_of_refusal
 from tests.resuming import ONE, STEPS, STOP, log_differences, trained
 from tests.training import Script, axes, none
 
@@ -71,6 +72,31 @@ def test_a_scripts_own_loss(runs, spec):
 
 def test_a_loss_that_couples_tokens():
     check(*[("llama", "plain", f"cp=2,context_parallel={v}", False, {}) for v in ("ring", "ulysses")])
+
+
+def square_of_outputs(name: str, spec: str | None, of_padding: bool) -> float:
+    """The mean square of a backbone's outputs, which padding is left out of by a product, after its backward pass."""
+    import hf_parallel
+
+    model, given = models.build(name), batch("padded")
+    del given["labels"]
+    if spec:
+        hf_parallel.parallelize(model, spec)
+    outputs = model.base_model(**given).last_hidden_state
+    kept = torch.ones_like(outputs) if of_padding else given["attention_mask"][..., None].expand_as(outputs)
+    loss = (outputs * kept).pow(2).sum() / kept.sum()
+    loss.backward()
+    return loss.item()
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_a_loss_that_reads_padding(name):
+    """One process computes outputs at padding, as those of ColBERT's longer queries, and cp computes none."""
+    with pytest.raises(RankFailure, match=pattern_of_refusal("cp_size=2", 19, works="cp_size=1")):
+        run(square_of_outputs, 2, name, "cp=2", True)
+    assert run(square_of_outputs, 2, name, "cp=2", False) == pytest.approx(
+        [run_alone(square_of_outputs, name, None, False)] * 2
+    )
 
 
 @pytest.mark.support("recomputed layers")

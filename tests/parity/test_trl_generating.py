@@ -1,7 +1,7 @@
 """`trl grpo` and `trl rloo` as installed, on every layout: rewards, losses and weights of one process.
 
 Draws belong to rows here (`rollouts.py`), else other numbers of data ranks draw other tokens; rows end at different
-places, so that data ranks generate for different times. Under tp alone real draws are compared too.
+places, so that data ranks generate for different times. With one data rank real draws are compared too.
 """
 
 import os
@@ -77,13 +77,14 @@ def test_rloo(trl_runs, case, spec):
     trl_runs.check("rloo", "prompt", BASE + CASES[case], spec)
 
 
-def test_real_draws_under_tp(trl_runs):
-    """From the same random state the ranks of one model draw what one process draws."""
-    asked = ("grpo", "prompt", BASE + "--max_completion_length 4")
-    how = (partial(trl_scripts.script, real_draws=True),)
+@pytest.mark.parametrize(("spec", "seed_steps"), [("tp=2", True), ("tp=2", False), ("pp=2", False)])
+def test_real_draws(trl_runs, spec, seed_steps):
+    """From the same random state the ranks of one model draw what one process draws, step after step."""
+    asked = ("grpo", "prompt", BASE + "--max_completion_length 4 --max_steps 6")  # of two epochs
+    how = (partial(trl_scripts.script, batch=32, real_draws=True, seed_steps=seed_steps),)
     (expected,) = trl_runs.run(1, *asked, how=how)
     lengths = [log["num_tokens"] for log in expected.logs if "num_tokens" in log]
-    for outcome in trl_runs.run(2, *asked, "tp=2", how=how):
+    for outcome in trl_runs.run(2, *asked, spec, how=how):
         assert [log["num_tokens"] for log in outcome.logs if "num_tokens" in log] == lengths
         for ours, theirs in zip(outcome.logs[:-1], expected.logs[:-1], strict=True):
             for key in ("reward", "loss", "grad_norm"):

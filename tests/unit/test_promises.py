@@ -93,7 +93,7 @@ PROMISES = {
         "Packing under `pp`.": "parity/test_trl.py::test_sft",
         "The head under `tp`.": "processes/test_log_probs.py::test_as_over_the_whole_vocabulary",
         "Reference log-probabilities": "parity/test_trl.py::test_dpo",
-        "The ranks of one model": "parity/test_trl_generating.py::test_real_draws_under_tp",
+        "The ranks of one model": "parity/test_trl_generating.py::test_real_draws",
         "Stages": "parity/test_trl_generating.py::test_rloo",
         "Data ranks": "parity/test_trl_generating.py::test_data_ranks_draw_apart",
         "A generation batch": "parity/test_trl_generating.py::test_grpo",

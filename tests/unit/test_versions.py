@@ -159,6 +159,26 @@ def test_what_older_trainers_do_otherwise():
             trl_trainers.check_trl_trainer(packed(), None, None, types.SimpleNamespace(is_loaded_in_4bit=True))
 
 
+def test_a_trainer_of_sentences_before_its_modules_were_moved(monkeypatch, versions):
+    """Its batches and losses are elsewhere, so that no replacement finds them: refused at use, by each kind."""
+    kind = type(
+        "SentenceTransformerTrainer", (), {"__init__": lambda self, model=None: vars(self).update(model=model)}
+    )
+    module = types.ModuleType("sentence_transformers")
+    module.SentenceTransformerTrainer = kind
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    versions(sentence_transformers="5.3.0")
+    done = apply_patches([patch for patch in list_declared() if patch.module == module.__name__])
+    with pytest.raises(
+        SpecError, match=pattern_of_refusal("sentence_transformers 5.3.0", works="sentence_transformers 6.2")
+    ):
+        type("CrossEncoderTrainer", (kind,), {})("model")
+    moved = type("BaseTrainer", (kind,), {"__module__": "sentence_transformers.base.trainer"})
+    assert moved("model").model == "model"
+    undo(done)
+    assert kind("model").model == "model"
+
+
 def test_torch(versions, monkeypatch):
     for found in ("2.11.0", "2.11.0+cu130", "2.13.1", "2.15.0"):
         versions(torch=found)

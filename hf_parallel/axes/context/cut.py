@@ -61,6 +61,8 @@ def make_checkpoint_contexts() -> tuple[AbstractContextManager, AbstractContextM
     return Within(store, False), Within(store, True)
 
 
+#: So many outputs of padded batches are looked at: a loss that reads those at padding does so from the first on.
+_LOOKED_AT = 16
 #: Arguments that tell flash attention where documents begin. They are left out: our kernels ask the layout.
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
@@ -88,6 +90,7 @@ class SequenceCut:
     _parts: bool = False  # do outputs of the backbone stay in parts?
     _batch: Batch = field(default_factory=dict)
     _last: tuple[tuple, tuple, Layout] | None = None  # sizes and versions, mask, positions and boundaries
+    _looked_at: int = 0  # outputs of padded batches
     _draws: Draws = field(init=False)  # the backbone
 
     # ---- around the model ----------------------------------------------------------------------------------------
@@ -252,7 +255,7 @@ class SequenceCut:
             if isinstance(value, tuple):
                 return tuple(whole(item) for item in value)
             if torch.is_tensor(value) and value.dim() == 3 and value.shape[1] == layout.local:
-                return join(value, layout, self.group)
+                return self._join_and_look(value, layout)
             return value
 
         if isinstance(output, tuple):
@@ -260,6 +263,26 @@ class SequenceCut:
         for key, value in list(output.items()):
             output[key] = whole(value)
         return output
+
+    def _join_and_look(self, hidden: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Join hidden states, of which a loss may not read those at padding."""
+        joined = join(hidden, layout, self.group)
+        if joined.requires_grad and self._looked_at < _LOOKED_AT and layout.padding is not None:
+            self._looked_at += 1
+            joined.register_hook(functools.partial(self._refuse_gradient_at, layout.padding.to(joined.device)))
+        return joined
+
+    def _refuse_gradient_at(self, padding: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Refuse a loss that reads outputs at padding, where attention over the ranks computes none.
+
+        What multiplies a gradient that is not finite by a mask makes NaN of it, so such gradients tell nothing.
+        """
+        read = (gradient[padding].nan_to_num(0, 0, 0) != 0).sum(-1).count_nonzero()
+        if read:
+            raise ValueError(
+                f"hf_parallel: cp_size={self.group.size()}: the loss reads outputs of {int(read)} tokens that "
+                "attention_mask hides, where cp computes none; a loss that leaves them out, or cp_size=1, works"
+            )
 
     def _make_router_logits_whole(
         self, names: list[str], module: nn.Module, args: tuple, kwargs: Batch, output: ModelOutput
@@ -286,7 +309,7 @@ class SequenceCut:
 
     def _make_whole_for_pooler(self, module: nn.Module, args: tuple) -> tuple | None:
         cut = current.cut
-        return None if cut is None else (join(args[0], cut.layout, self.group), *args[1:])
+        return None if cut is None else (self._join_and_look(args[0], cut.layout), *args[1:])
 
 
 @contextlib.contextmanager

@@ -96,6 +96,17 @@ class Layout:
         return all(row.lengths == self.rows[0].lengths for row in self.rows)
 
     @functools.cached_property
+    def padding(self) -> torch.Tensor | None:
+        """[rows, length], on the host: the tokens of no document; None where all belong to one."""
+        if all(row.order is None or sum(row.lengths) == row.length for row in self.rows):
+            return None
+        hidden = torch.zeros(len(self.rows), self.length, dtype=torch.bool)
+        for number, row in enumerate(self.rows):
+            if row.order is not None:
+                hidden[number, row.order[sum(row.lengths) :]] = True
+        return hidden
+
+    @functools.cached_property
     def _held(self) -> list[list[list[tuple[Span, ...]]]]:
         rows = self.rows[:1] if self.alike else self.rows
         return [deal_documents(row.lengths, self.shape.ring) for row in rows]

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 # In one process the loaders and the model draw from the same generators in turn. Here ranks of one model must read the
 # same batches, and do not all draw what the model draws: so data has a stream of its own, which goes on from loader to
 # loader. Where the model draws nothing, orders and masks are those of one process. As long as a rank has drawn nothing
-# else, its generators go on with the stream, so that the model then draws what it would in one process.
+# else, its generators go on with the stream, so that the model then draws what it would in one process. At each epoch
+# of a Trainer the stream goes on from generators that a loss has drawn from, and so do those of ranks that have not.
 
 
 def _read_global_state() -> tuple:
@@ -64,14 +65,25 @@ class RandomStream:
 
     @classmethod
     def here(cls) -> RandomStream:
-        """Return the latest one as long as rank 0's generators are as it has left them; else a new one from there."""
-        left = None if cls.latest is None else cls.latest.left
-        known = left is not None and _is_equal_state(left, _read_global_state())
-        told = messages.send_from_one(lambda: None if known else _read_global_state())
-        if told is not None:
-            cls.latest = cls(told)
-        assert cls.latest is not None
+        """Return the latest one as it goes on here. Collective."""
+        if cls.latest is None:
+            cls.latest = cls(messages.send_from_one(_read_global_state))
+        else:
+            cls.latest.rejoin()
         return cls.latest
+
+    def rejoin(self) -> None:
+        """Go on from the generators that have drawn something else since, as one process does. Collective.
+
+        Of several ranks that have, the first counts: a pipeline's last stage draws what its loss draws.
+        """
+        known = self.left is not None and _is_equal_state(self.left, _read_global_state())
+        drawn = [not one for one in messages.gather_objects(known or runtime.mesh().data_rank > 0)]
+        if any(drawn):
+            self.state = messages.send_from_one(_read_global_state, source=drawn.index(True))
+            if known:
+                _set_global_state(self.state)
+            self.left = _read_global_state()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -102,7 +114,9 @@ def continue_stream(state: tuple | None) -> None:
     """
     if RandomStream.latest is None:
         return
-    RandomStream.latest.state = messages.send_from_one(_read_global_state) if state is None else state
+    stream, own = RandomStream.latest, _read_global_state()
+    stream.state = messages.send_from_one(_read_global_state) if state is None else state
+    stream.left = own if _is_equal_state(own, stream.state) else None
 
 
 def _is_equal_state(one: tuple, other: tuple) -> bool:
@@ -134,6 +148,7 @@ class Place:
     started: State | None = None  # what the epoch that is going on has started from
     ended: int | None = None  # the epoch after the one that was read to its end
     again: State | None = None  # what the next epoch starts from: a former process has begun it
+    rejoins: bool = False  # do all ranks start the next epoch together?
 
     def state(self) -> State:
         """Return the place as numbers and tensors."""
@@ -168,6 +183,9 @@ class Place:
 
     def batches(self, loader: DataLoaderShard, iterate: Callable[[], Iterator], empty: bool) -> Iterator:
         """An epoch of `loader`, which is this place's own or skips batches of it; all of them if `empty`."""
+        if self.rejoins and self.stream is not None and self.again is None:
+            self.stream.rejoin()
+        self.rejoins = False
         before, epoch = self._read_now(), loader.iteration
         draw = contextlib.nullcontext if self.stream is None else self.stream.active
         again, self.again = self.again, None

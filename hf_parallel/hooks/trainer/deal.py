@@ -244,10 +244,13 @@ def find_place_to_go_on(original: Callable, self: Trainer, *args: object, **kwar
 def run_epoch(original: Callable, self: Trainer, *args: object, **kwargs: object) -> object:
     """Run what is left of an epoch that a former run has begun as one with that many batches."""
     dealing = record_of(self).dealing
-    if dealing is None:
-        return original(self, *args, **kwargs)
     given = bind_by_name(original, (self, *args), kwargs)
     del given["self"]
+    place = getattr(given["train_dataloader"], "_place", None)
+    if place is not None:
+        place.rejoins = True
+    if dealing is None:
+        return original(self, **given)
     dealing.first_step = self.state.global_step
     if given["epoch"] != dealing.deal["epoch"]:
         dealing.deal = _make_new_deal(dealing.batches, given["epoch"])

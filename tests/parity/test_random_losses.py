@@ -1,0 +1,42 @@
+"""A loss that draws random numbers draws those of one process over epochs, evaluations and checkpoints."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer
+
+from tests import models
+from tests.distributed import run, run_alone
+from tests.rows import Rows
+from tests.training import activate, arguments_of
+
+
+class Noisy(Trainer):
+    """A trainer whose loss is scaled by chance."""
+
+    def compute_loss(self, model: Any, inputs: dict, return_outputs: bool = False, **kwargs: Any) -> Any:
+        factor = 1 + torch.rand(3).mean()
+        loss, outputs = super().compute_loss(model, inputs, True, **kwargs)
+        return (factor * loss, outputs) if return_outputs else factor * loss
+
+
+def losses(spec: str | None, out: str) -> list[float]:
+    """Return the losses of three epochs, and of what follows a checkpoint in the midst of the second."""
+    data_ranks, found = activate(spec), []
+    for checkpoint in (None, f"{out}/checkpoint-5"):
+        settings = {"num_train_epochs": 3, "max_steps": -1, "save_strategy": "steps", "save_steps": 1}
+        settings |= {"eval_strategy": "steps", "eval_steps": 2}
+        arguments = arguments_of(out, data_ranks, **settings)
+        trainer = Noisy(models.build("llama"), arguments, train_dataset=Rows(22, 5), eval_dataset=Rows(11, 6))
+        trainer.train(resume_from_checkpoint=checkpoint)
+        found += [log[key] for log in trainer.state.log_history for key in ("loss", "eval_loss") if key in log]
+    return found
+
+
+@pytest.mark.parametrize("spec", ["tp=2", "pp=2", "cp=2"])
+def test_losses_that_draw(tmp_path, spec):
+    expected = run_alone(losses, None, str(tmp_path / "alone"))
+    assert len(expected) > 20
+    for found in run(losses, 2, spec, str(tmp_path / "ranks"), init=False):
+        assert found == pytest.approx(expected, rel=1e-5)
