@@ -77,7 +77,7 @@ PROMISES = {
         "`measured`": "planner/test_recipes.py::test_what_is_there",
     },
     "docs/saving.md": {
-        "8-bit optimizers": "parity/test_eight_bit.py::test_resumes",
+        "Optimizers of 8 or 4 bits": "parity/test_eight_bit.py::test_resumes",
         "From plain Trainer": "parity/test_resume.py::test_from_every_layout_to_every_layout",
         "To one process, or DDP": "parity/test_resume.py::test_the_runner_without_a_layout",
         "Streams": "parity/test_resume.py::test_a_stream_goes_on_at_the_next_row",
