@@ -255,6 +255,12 @@ def is_loss_of_subclass(trainer: Trainer) -> bool:
     return False
 
 
+def does_subclass_add_to_loss(trainer: Trainer) -> bool:
+    """Return whether a subclass of SFTTrainer has a `compute_loss`, which may add to that of TRL."""
+    own = next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
+    return is_sft(trainer) and not own.__module__.startswith("trl.") and not is_loss_of_subclass(trainer)
+
+
 @dataclass
 class FunctionMean:
     """Over how many targets the mean of a script's loss function runs; None: it is not known to be over targets."""
