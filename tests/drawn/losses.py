@@ -92,8 +92,8 @@ def fit(chosen: Choices) -> Choices:
         plain |= {"returns", "metrics", "batch_eval_metrics", "metric_for_best_model", "greater_is_better", "lora"}
         plain |= {"train_sampling_strategy", "load_best_model_at_end", "callbacks", "lr_scheduler_type"}
         chosen |= {"save_strategy": chosen["save_strategy"].replace("best", "epoch")}
-    if chosen["uneven_lengths"]:
-        plain |= {"batch_eval_metrics"}
+    if chosen["uneven_lengths"]:  # predictions at padding depend on who padded
+        plain |= {"metrics", "metric_for_best_model", "greater_is_better", "batch_eval_metrics"}
     if chosen["empty_rows"]:  # no batch of one process may be without targets
         chosen |= {"rows": 31, "batch": 8}
     if chosen["form"] == "super":

@@ -105,6 +105,23 @@ def test_a_loss_that_reads_the_target_at_the_first_token(benches):
 @pytest.mark.parametrize(
     "choices",
     [
+        "over='loss_mask' ; more_columns=True",  # a mask that holds the first tokens of some examples
+        "trainer='sft' ; form='by_example'",
+        "trainer='sft' ; form='by_example' ; given='function'",
+        "trainer='sft' ; form='super' ; second='first_token'",
+    ],
+)
+def test_a_loss_that_looks_at_examples_is_not_joined(benches, choices):
+    chosen = KINDS["losses"].read(choices + " ; remove_unused_columns=False")
+    ended, words = benches["losses"].try_script(chosen, "dp_shard=2,padding_free=true")
+    assert ended == "refused"
+    assert "looks at examples" in words[0]
+    assert "padding_free=false works" in words[0]
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
         "second='first_token'",  # the model gets labels, and its own loss is not read
         "form='items' ; second='z'",
         "form='super' ; second='z'",
