@@ -69,6 +69,10 @@ FOUND = {
         "uneven_lengths=False ; rows=13 ; batch=4",
     ),
     "a mean over tokens where data ranks have no target": ("losses", "dp_shard=4", "empty_rows=True ; rows=31"),
+    "a function of SFT that ignores the count": (
+        *("losses", "dp_shard=2"),
+        "trainer='sft' ; form='indexed' ; given='function' ; names_count=False ; remove_unused_columns=False",
+    ),
     "a subclass of SFT that adds a mean over examples": (
         *("losses", "dp_shard=2"),
         "form='super' ; trainer='sft' ; second='first_token' ; remove_unused_columns=False",
