@@ -159,8 +159,9 @@ class Bench:
             return "no script", [_last_line(failure)]
         try:
             for part in parts:
-                call = partial(script, chosen, folder, f"{out}/ranks", spec, part)
-                ranks = run(call, axes(spec)["world"], init=False)
+                layout = (part == "after" and chosen.get("resumes_on")) or spec
+                call = partial(script, chosen, folder, f"{out}/ranks", layout, part)
+                ranks = run(call, axes(layout)["world"], init=False)
         except RankFailure as failure:
             told = failure.message.startswith("hf_parallel: ")
             refused = told or any(kind in REFUSALS for kind in failure.kinds.values())

@@ -38,7 +38,7 @@ OF_LOSS: dict[str, tuple] = {
     "over": ("labels", "attention_mask", "loss_mask", "both"),
     "labels": ("kept", "popped", "copied"),
     "reads": ("attribute", "key", "place"),
-    "second": ("none", "model", "z", "examples", "scaled", "entropy", "first_token"),
+    "second": ("none", "model", "z", "examples", "scaled", "entropy", "first_token", "hidden", "last_hidden"),
     "returns": ("outputs", "dict"),
     "logs": ("nothing", "figure", "collected"),
     "given": ("override", "function", "assigned"),
@@ -50,6 +50,7 @@ OF_LOSS: dict[str, tuple] = {
 }
 WAYS = {name: trainers.WAYS[name] for name in ("rows", "eval_rows", "batch", "metrics", "callbacks", "twice")}
 WAYS |= {name: trainers.WAYS[name] for name in ("resumes", "lora", "frozen", "optimizers")}
+WAYS["resumes_on"] = (None, "dp_shard=2", "tp=2", "pp=2", "dp_replicate=2,pp=2", "dp_shard=2,tp=2")
 LEFT_OUT = (
     *("label_smoothing_factor", "include_num_input_tokens_seen", "bf16", "bf16_full_eval", "full_determinism"),
     *("restore_callback_states_from_checkpoint", "eval_do_concat_batches", "include_for_metrics"),
@@ -77,7 +78,7 @@ def fit(chosen: Choices) -> Choices:
         plain |= {"returns"}
         if chosen["over"] != "labels":
             plain |= {"over"}
-        if chosen["second"] == "model":
+        if chosen["second"] == "model" or "hidden" in chosen["second"]:
             plain |= {"second"}
     if chosen["given"] == "function" or chosen["trainer"] == "sft":
         plain |= {"more_columns"}
@@ -96,11 +97,16 @@ def fit(chosen: Choices) -> Choices:
         plain |= {"metrics", "metric_for_best_model", "greater_is_better", "batch_eval_metrics"}
     if chosen["empty_rows"]:  # no batch of one process may be without targets
         chosen |= {"rows": 31, "batch": 8}
+    if not chosen["resumes"]:
+        plain |= {"resumes_on"}
+    if chosen["form"] == "super" and "hidden" in chosen["second"]:
+        plain |= {"second"}
     if chosen["form"] == "super":
         plain |= {"labels", "over", "more_columns", "names_count", "given"}
     if chosen["form"] == "items":
         plain |= {"names_count"}
-    return {**chosen, **{name: PLAIN[name] for name in plain}}
+    chosen = {**chosen, **{name: PLAIN[name] for name in plain}}
+    return chosen | {"uneven_lengths": False} if chosen["second"] == "last_hidden" else chosen
 
 
 # ---- data ----------------------------------------------------------------------------------------------------------
@@ -189,6 +195,10 @@ def add_second(chosen: Choices, loss: Any, logits: torch.Tensor, held: torch.Ten
     if kind == "entropy":
         entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
         return loss - 0.1 * entropy[held].mean()
+    if kind == "hidden":
+        return loss + 0.1 * (outputs.hidden_states[2][:, :-1].square().mean(-1) * held).sum() / held.sum()
+    if kind == "last_hidden":  # of each example, as a head for rewards reads it
+        return loss + 0.1 * outputs.hidden_states[-1][:, -1].square().mean()
     if kind == "examples":
         return loss + 0.1 * logits[:, 0].square().mean()
     if kind == "first_token":
@@ -228,7 +238,8 @@ def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=N
         labels = inputs["labels"]
         if chosen["labels"] == "copied":
             given = {key: value for key, value in inputs.items() if key != "labels"}
-    outputs = model(**given)
+    more = {"output_hidden_states": True} if "hidden" in chosen["second"] else {}
+    outputs = model(**given, **more)
     logits, labels = read_logits(chosen, outputs)[:, :-1].float(), labels[:, 1:]
     held = find_held(chosen, {**batch, "loss_mask": further}, labels)
     loss = take_mean(chosen, logits, labels, held, num_items_in_batch)
@@ -350,7 +361,8 @@ def script(chosen: Choices, folder: str, out: str, spec: str | None, part: str =
 
 
 def leaves_out(chosen: Choices, name: str, key: str) -> bool:
-    return trainers.leaves_out({**trainers.PLAIN, **chosen}, name, key)
+    begins_anew = chosen["resumes"] and "num_tokens" in key
+    return begins_anew or trainers.leaves_out({**trainers.PLAIN, **chosen}, name, key)
 
 
 def tolerances(chosen: Choices) -> tuple[float, float]:

@@ -43,7 +43,6 @@ ARGUMENTS: dict[str, tuple] = {
         *("constant", "linear", "cosine", "constant_with_warmup", "polynomial", "inverse_sqrt"),
         *("cosine_with_restarts", "reduce_lr_on_plateau", "cosine_with_min_lr", "warmup_stable_decay"),
     ),
-    "auto_find_batch_size": (False, True),
     "logging_nan_inf_filter": (True, False),
     "warmup_steps": (0, 1, 0.4),
     "weight_decay": (0.0, 0.1),
