@@ -77,6 +77,10 @@ FOUND = {
         *("losses", "dp_shard=2"),
         "form='super' ; trainer='sft' ; second='first_token' ; remove_unused_columns=False",
     ),
+    "a subclass of SFT for a model whose first label counts": (
+        *("losses", "dp_shard=2"),
+        "model='gpt2' ; form='super' ; trainer='sft' ; remove_unused_columns=False",
+    ),
     "shares of a map-style data set that rank 0 reads": (
         *("loops", "dp_replicate=2,batch_shares=3:1"),
         "dispatch_batches=True",

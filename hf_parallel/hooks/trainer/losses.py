@@ -137,11 +137,12 @@ def compute_loss(
     engine = state.pipeline if state is not None and is_own(self) else None
     # Read the count now: scripts remove from a batch what they have read.
     items = bind_by_name(Trainer.compute_loss, (self, model, inputs, *args), kwargs).get("num_items_in_batch")
-    if items is None and runtime.mesh().data_size > 1 and trl.does_subclass_add_to_loss(self):
-        # An evaluation of SFT: with a count its loss is a sum, to which a subclass adds its terms as in training.
-        items = self._get_num_items_in_batch([inputs], self.args.device)
-        kwargs = {**kwargs, "num_items_in_batch": items}
     targets = trl.count_targets_of_mean(self, inputs) if items is None else None
+    if targets is not None and runtime.mesh().data_size > 1 and trl.does_subclass_add_to_loss(self):
+        # An evaluation of SFT: with a count its loss is a sum, to which a subclass adds its terms as in training.
+        dist.all_reduce(targets, group=runtime.mesh().data_group)
+        items, targets = targets / runtime.mesh().data_size, None
+        kwargs = {**kwargs, "num_items_in_batch": items}
     targets = own_means.count_targets_of_own_mean(self, inputs) if targets is None else targets
     call = functools.partial(_call_compute_loss, self, state, own, model, args=args, kwargs=kwargs)
     record = record_of(self)
