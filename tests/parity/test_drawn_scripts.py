@@ -77,6 +77,11 @@ FOUND = {
         *("losses", "dp_shard=2"),
         "form='super' ; trainer='sft' ; second='first_token' ; remove_unused_columns=False",
     ),
+    "logits read beside a loss that nobody reads": ("losses", "dp_replicate=2,lean_loss=true", ""),
+    "logits read beside a loss that is read": (
+        *("losses", "dp_shard=2,zero_stage=0,lean_loss=true"),
+        "gradient_accumulation_steps=2 ; form='super' ; second='examples'",
+    ),
     "a subclass of SFT for a model whose first label counts": (
         *("losses", "dp_shard=2"),
         "model='gpt2' ; form='super' ; trainer='sft' ; remove_unused_columns=False",
