@@ -144,8 +144,8 @@ def compute_loss(
         items, targets = targets / runtime.mesh().data_size, None
         kwargs = {**kwargs, "num_items_in_batch": items}
     targets = own_means.count_targets_of_own_mean(self, inputs) if targets is None else targets
-    call = functools.partial(_call_compute_loss, self, state, own, model, args=args, kwargs=kwargs)
-    record = record_of(self)
+    call_own, record = functools.partial(_call_compute_loss, self, state, own), record_of(self)
+    call = functools.partial(call_own, model, args=args, kwargs=kwargs)
     record.step.weighted = True
     changed = not _is_of_trl(self) or trl.does_subclass_add_to_loss(self)
     looks = not record.knows_mean and runtime.mesh().data_size > 1 and is_own(self) and changed
@@ -155,9 +155,7 @@ def compute_loss(
 
     def loss_of(stand_in: object, part: dict, endless: bool) -> torch.Tensor:
         given = _replace_count(items, args, kwargs) if endless and items is not None else (args, kwargs)
-        computing = functools.partial(
-            _call_compute_loss, self, state, own, stand_in, part, args=given[0], kwargs=given[1]
-        )
+        computing = functools.partial(call_own, stand_in, part, args=given[0], kwargs=given[1])
         return (computing() if engine is None else Prepared(engine, []).run(computing))["loss"]
 
     def weigh(result: Computed, first: own_means.FirstLoss | None) -> object:
