@@ -10,12 +10,13 @@ differs is made simpler, choice by choice, for as long as it differs.
 import argparse
 import traceback
 
-from tests.drawn import embed, loops, online, seq2seq, trainers, trl_scripts
+from tests.drawn import embed, loops, losses, online, seq2seq, trainers, trl_scripts
 from tests.drawn.bench import Bench, draw_layout
 
 KINDS = {
     "trainers": trainers.KIND,
     "loops": loops.KIND,
+    "losses": losses.KIND,
     "seq2seq": seq2seq.KIND,
     "embed": embed.KIND,
     **online.KINDS,

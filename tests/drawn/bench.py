@@ -53,6 +53,9 @@ SPEC_KEYS: tuple[tuple[str, str, tuple], ...] = (
 #: What differs between two runs of one process too, and what only a layout has.
 UNEQUAL = re.compile(r"runtime|per_second|^perf/|preparation_time|^expert_|^noise_")
 
+#: Lines that say that data ranks have other numbers than one process.
+TOLD = re.compile(r"is taken for a mean over rows")
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -142,7 +145,10 @@ class Bench:
         return folder
 
     def try_script(self, chosen: Choices, spec: str) -> tuple[str, list[str]]:
-        """Return "equal", "refused", "differs", "fails", or "no script" if one process fails too; and the words."""
+        """Return "equal", "refused", "told", "differs", "fails", or "no script"; and the words.
+
+        What is told differs, as a line says; of no script one process fails, too.
+        """
         out, folder, script = f"{self.root}/out", self.initial(chosen["model"]), self.kind.script
         parts = ("before", "after") if chosen.get("resumes") else ("whole",)
         shutil.rmtree(out, ignore_errors=True)
@@ -153,14 +159,16 @@ class Bench:
             return "no script", [_last_line(failure)]
         try:
             for part in parts:
-                call = partial(script, chosen, folder, f"{out}/ranks", spec, part)
-                ranks = run(call, axes(spec)["world"], init=False)
+                layout = (part == "after" and chosen.get("resumes_on")) or spec
+                call = partial(script, chosen, folder, f"{out}/ranks", layout, part)
+                ranks = run(call, axes(layout)["world"], init=False)
         except RankFailure as failure:
             told = failure.message.startswith("hf_parallel: ")
             refused = told or any(kind in REFUSALS for kind in failure.kinds.values())
             return ("refused", [_last_line(failure)]) if refused else ("fails", [failure.first])
         found = self.compare(ranks, reference, chosen)
-        return ("differs" if found else "equal"), found
+        lines = [line for rank in ranks for line in rank.get("told", []) if TOLD.search(line)]
+        return ("told" if found and lines else "differs" if found else "equal"), lines[:1] + found
 
     def check(self, chosen: Choices, spec: str, may_end: tuple[str, ...] = ("equal",)) -> None:
         """Fail, with the words, unless the script ends in one of these ways."""
@@ -168,9 +176,11 @@ class Bench:
         assert ended in may_end, "\n".join([f"{ended}: {spec}: {self.kind.show(chosen)}", *words[:20]])
 
     def check_drawn(self, seed: int) -> None:
-        """Fail unless the script and the layout of this number are equal to one process, or refused in words."""
+        """Fail unless the script and the layout of this number are equal to one process, or other in words."""
         chosen = self.kind.draw(seed)
-        self.check(chosen, draw_layout(seed, chosen, left_out=self.kind.left_out), ("equal", "refused", "no script"))
+        self.check(
+            chosen, draw_layout(seed, chosen, left_out=self.kind.left_out), ("equal", "refused", "told", "no script")
+        )
 
     def compare(self, ranks: list[dict[str, Any]], reference: dict[str, Any], chosen: Choices) -> list[str]:
         """Return every difference in words. Of a run that was resumed only what comes after it is compared."""

@@ -41,8 +41,9 @@ ARGUMENTS: dict[str, tuple] = {
     "optim": ("sgd", "adamw_torch", "adamw_torch_fused", "adafactor", "rmsprop", "adagrad"),
     "lr_scheduler_type": (
         *("constant", "linear", "cosine", "constant_with_warmup", "polynomial", "inverse_sqrt"),
-        *("cosine_with_restarts", "reduce_lr_on_plateau"),
+        *("cosine_with_restarts", "reduce_lr_on_plateau", "cosine_with_min_lr", "warmup_stable_decay"),
     ),
+    "logging_nan_inf_filter": (True, False),
     "warmup_steps": (0, 1, 0.4),
     "weight_decay": (0.0, 0.1),
     "bf16": (False, True),
@@ -111,7 +112,7 @@ WAYS: dict[str, tuple] = {
     "metrics": ("none", "share", "reduced_share"),
     "eval_sets": (1, 2),
     "optimizers": ("of_arguments", "own", "own_with_schedule", "class"),
-    "callbacks": ("none", "early_stopping", "control", "stop"),
+    "callbacks": ("none", "early_stopping", "control", "stop", "watch", "rate", "freeze"),
     "twice": ("no", "trains_again", "evaluates_first", "new_trainer"),
     "resumes": (False, True),
     "generates": (False, True),
@@ -179,6 +180,8 @@ def fit(chosen: Choices) -> Choices:
         }
     if chosen["optimizers"] != "of_arguments":
         plain |= {"optim"}
+    if chosen["model"] not in DECODERS or chosen["lora"] or chosen["frozen"] != "nothing":
+        plain |= {"callbacks"} if chosen["callbacks"] in ("watch", "freeze") else set()
     if not chosen["dataloader_num_workers"]:
         plain |= {"dataloader_persistent_workers"}
     if chosen["train_sampling_strategy"] == "group_by_length" and chosen["data"] == "table":
@@ -223,6 +226,37 @@ class Stop(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_training_stop |= state.global_step >= self.step
+
+
+class Watch(TrainerCallback):
+    """Logs what it reads of the model, the optimizer, the schedule and the log."""
+
+    def on_step_end(self, args, state, control, model=None, optimizer=None, lr_scheduler=None, **kwargs):
+        with torch.no_grad():
+            logits = model(input_ids=Rows(2, 5).tokens.to(model.device)).logits
+        state.log_history.append(
+            {
+                "step": state.global_step,
+                "logits": float(logits.double().abs().sum()),
+                "rate": optimizer.param_groups[0]["lr"],
+                "last_rate": lr_scheduler.get_last_lr()[0],
+                "former": len(state.log_history),
+            }
+        )
+
+
+class Rate(TrainerCallback):
+    """Halves the rate of the first parameters after each step."""
+
+    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+        optimizer.param_groups[0]["lr"] /= 2
+
+
+class Freeze(TrainerCallback):
+    """Takes gradients from the embeddings in the second step and gives them back in the third."""
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        model.get_input_embeddings().weight.requires_grad_(state.global_step != 1)
 
 
 class MeanTrainer(Trainer):
@@ -335,6 +369,8 @@ def read_arguments(chosen: Choices, out: str, data_ranks: int, kind: type = Trai
     """The script's arguments; `more` are those that a kind of trainer has besides."""
     given = {name: chosen[name] for name in ARGUMENTS if chosen[name] != PLAIN[name]}
     given |= {"include_for_metrics": list(chosen["include_for_metrics"])}
+    of_schedule = {"cosine_with_min_lr": {"min_lr_rate": 0.2}, "warmup_stable_decay": {"num_decay_steps": 1}}
+    given |= {"lr_scheduler_kwargs": of_schedule.get(chosen["lr_scheduler_type"])}
     given |= {name: chosen[name] for name in ("eval_steps", "save_steps")}  # whose defaults are longer than any run
     split = (chosen["accelerator_config"] or {}).get("split_batches", False)
     size = chosen["batch"] if split else chosen["batch"] // data_ranks
@@ -346,6 +382,7 @@ def read_arguments(chosen: Choices, out: str, data_ranks: int, kind: type = Trai
 def callbacks_of(chosen: Choices, keeper: Keeper, stop: int | None) -> list[TrainerCallback]:
     """The script's callbacks, and what keeps gradients for a comparison and stops before a resumption."""
     own = {"early_stopping": [EarlyStoppingCallback(1)], "control": [Control()], "stop": [Stop(2)]}
+    own |= {"watch": [Watch()], "rate": [Rate()], "freeze": [Freeze()]}
     return [keeper, *own.get(chosen["callbacks"], []), *([] if stop is None else [Stop(stop)])]
 
 

@@ -55,6 +55,7 @@ OF_TRAINER: dict[str, tuple] = {
     "gradient_checkpointing_kwargs": (None, {"use_reentrant": True}, {"use_reentrant": False}),
     "bf16": (False, True),
 }
+OF_TRAINER["lr_scheduler_type"] = OF_TRAINER["lr_scheduler_type"][:8]  # the others need arguments of their own
 #: Arguments of TRL: of several of its trainers, and of one.
 OF_TRL: dict[str, tuple] = {
     "max_length": (48, 24, 15, None),

@@ -9,12 +9,12 @@ import pytest
 pytest.importorskip("trl")
 pytest.importorskip("peft")
 
-from tests.drawn import loops, seq2seq, trainers
+from tests.drawn import loops, losses, seq2seq, trainers
 from tests.drawn.bench import Bench
 
-KINDS = {"trainers": trainers.KIND, "loops": loops.KIND, "seq2seq": seq2seq.KIND}
+KINDS = {"trainers": trainers.KIND, "loops": loops.KIND, "seq2seq": seq2seq.KIND, "losses": losses.KIND}
 #: How many are drawn, where not twelve.
-SEEDS = {"seq2seq": 4}
+SEEDS = {"seq2seq": 4, "losses": 6}
 FOUND = {
     "losses of the last steps, which are not logged": ("trainers", "dp_shard=2", "max_steps=5 ; logging_steps=2"),
     "operations of adapters": ("trainers", "tp=2", "lora=(('r', 3), ('target_modules', 'all-linear'))"),
@@ -64,6 +64,28 @@ FOUND = {
         *("seq2seq", "dp_shard=2,pp=2"),
         "model='gemma2' ; optimizers='own' ; generation_max_length=24 ; generation={'no_repeat_ngram_size': 2}",
     ),
+    "a mean over tokens where data ranks have no example": (
+        *("losses", "dp_shard=4"),
+        "uneven_lengths=False ; rows=13 ; batch=4",
+    ),
+    "a mean over tokens where data ranks have no target": ("losses", "dp_shard=4", "empty_rows=True ; rows=31"),
+    "a function of SFT that ignores the count": (
+        *("losses", "dp_shard=2"),
+        "trainer='sft' ; form='indexed' ; given='function' ; names_count=False ; remove_unused_columns=False",
+    ),
+    "a subclass of SFT that adds a mean over examples": (
+        *("losses", "dp_shard=2"),
+        "form='super' ; trainer='sft' ; second='first_token' ; remove_unused_columns=False",
+    ),
+    "logits read beside a loss that nobody reads": ("losses", "dp_replicate=2,lean_loss=true", ""),
+    "logits read beside a loss that is read": (
+        *("losses", "dp_shard=2,zero_stage=0,lean_loss=true"),
+        "gradient_accumulation_steps=2 ; form='super' ; second='examples'",
+    ),
+    "a subclass of SFT for a model whose first label counts": (
+        *("losses", "dp_shard=2"),
+        "model='gpt2' ; form='super' ; trainer='sft' ; remove_unused_columns=False",
+    ),
     "shares of a map-style data set that rank 0 reads": (
         *("loops", "dp_replicate=2,batch_shares=3:1"),
         "dispatch_batches=True",
@@ -91,6 +113,37 @@ def test_a_loss_that_reads_the_target_at_the_first_token(benches):
     ended, words = benches["trainers"].try_script(choices, "dp_shard=2,padding_free=true")
     assert ended == "refused"
     assert "padding_free=false works" in words[0]
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        "over='loss_mask' ; more_columns=True",  # a mask that holds the first tokens of some examples
+        "trainer='sft' ; form='by_example'",
+        "trainer='sft' ; form='by_example' ; given='function'",
+        "trainer='sft' ; form='super' ; second='first_token'",
+    ],
+)
+def test_a_loss_that_looks_at_examples_is_not_joined(benches, choices):
+    chosen = KINDS["losses"].read(choices + " ; remove_unused_columns=False")
+    ended, words = benches["losses"].try_script(chosen, "dp_shard=2,padding_free=true")
+    assert ended == "refused"
+    assert "looks at examples" in words[0]
+    assert "padding_free=false works" in words[0]
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        "second='first_token'",  # the model gets labels, and its own loss is not read
+        "form='items' ; second='z'",
+        "form='super' ; second='z'",
+        "form='super' ; second='z' ; trainer='sft' ; remove_unused_columns=False",
+    ],
+)
+def test_a_term_that_knows_no_count_is_told(benches, choices):
+    """A mean over the tokens of a data rank beside another term has other numbers than one process."""
+    assert benches["losses"].try_script(KINDS["losses"].read(choices), "dp_shard=2")[0] == "told"
 
 
 @pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in KINDS for seed in range(SEEDS.get(name, 12))])

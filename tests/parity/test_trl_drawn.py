@@ -23,6 +23,10 @@ FOUND = {
     "pairs in a ragged batch of an evaluation": ("dpo", "dp_replicate=2", ""),
     "a last batch of which the length of a data set says less": ("grpo", "tp=2", "eval_rows=13"),
     "a last batch that is left out": ("grpo", "dp_shard=2", "eval_rows=13 ; dataloader_drop_last=True"),
+    "prompts that only fill the last batch of an evaluation": (
+        *("grpo", "dp_shard=2"),
+        "model='gpt2' ; eval_rows=5 ; max_steps=4 ; min_p=0.02",
+    ),
     "activations of another dtype than expected": ("dpo", "dp_replicate=2,pp=2", "bf16=True"),
 }
 

@@ -91,6 +91,7 @@ class LazyLogits(torch.Tensor):
 
     source: Source
     made: torch.Tensor | None
+    beside: torch.Tensor | None = None  # the model's loss, if it is given beside these
 
     @staticmethod
     def of(source: Source, shape: torch.Size, dtype: torch.dtype) -> LazyLogits:
@@ -123,6 +124,8 @@ class LazyLogits(torch.Tensor):
                 logits = source.plain()
                 for function in source.repeat:
                     logits = function(logits)
+            if logits.requires_grad and self.beside is not None:
+                logits.register_hook(functools.partial(_run_hooks_of_output, self.beside))
             self.made = logits
         return self.made
 
@@ -151,6 +154,24 @@ class LazyLogits(torch.Tensor):
     ) -> object:
         args, kwargs = tree_map_only(LazyLogits, LazyLogits.full_tensor, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _run_hooks_of_output(loss: torch.Tensor, _: torch.Tensor) -> None:
+    """Begin the backward pass of a model as its outputs do: a script that reads logits may leave its loss alone.
+
+    FSDP2 and what gathers and rounds beside it have hooks on outputs; logits that were made later have none.
+    """
+    for hook in list((loss._backward_hooks or {}).values()):
+        hook(torch.zeros_like(loss))
+
+
+def _keep_loss_beside(module: nn.Module, args: tuple, output: object) -> None:
+    """Let logits that are not made yet know the loss that the model returns with them."""
+    given = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
+    tensors = [value for value in given if torch.is_tensor(value)]
+    for value in tensors:
+        if isinstance(value, LazyLogits) and not isinstance(tensors[0], LazyLogits) and tensors[0].requires_grad:
+            value.beside = tensors[0]
 
 
 def _reject_function(*_: object) -> NoReturn:
@@ -272,6 +293,7 @@ def attach(model: PreTrainedModel, any_number: bool, in_loops: bool) -> None:
 def finish(model: PreTrainedModel) -> None:
     """Stand before the model's loss, and after FSDP2's hooks, which read what a model returns."""
     model.loss_function = functools.partial(compute_lean_loss, model.loss_function)
+    model.register_forward_hook(_keep_loss_beside)
     model.register_forward_hook(functools.partial(make_logits_whole, LazyLogits))
 
 

@@ -213,6 +213,8 @@ _SAMPLE = 32  # examples among which two of such lengths are looked for
 _TOLERANCE = 2e-5  # of the loss, in fp32: sums in another order are off by 1e-6
 _TOLERANCE_16_BITS = 2e-2
 _PADDING = {"labels": -100, "shift_labels": -100}
+#: Tensors of a row that a model reads, or that follow from others.
+_OF_MODEL = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "shift_labels")
 
 
 def find_reason_for_other_numbers(trainer: Trainer) -> str | None:
@@ -242,6 +244,7 @@ def _find_own_reason_for_other_numbers(trainer: Trainer) -> str | None:
             copy = copy.to(torch.bfloat16)  # the kernels know no fp32
     except SpecError as error:
         return str(error)
+    trl.add_head_to_copy(trainer, copy)
     why = find_reason_not_told_apart(copy)
     if why is not None or trainer.train_dataset is None:
         return why
@@ -261,19 +264,32 @@ def _find_own_reason_for_other_numbers(trainer: Trainer) -> str | None:
                 "rows are padded on the left, where padding predicts the first token of each and moves its positions"
             )
             why = None if bool(mask[:, 0].all()) else left
-        if why is None and losses.is_own(trainer) and not trl.is_sft(trainer):
-            targets_first = any(int(one["labels"][0, 0]) != -100 for one, _ in made)
-            why = _find_reason_of_loss(trainer, copy, examples, targets_first)
+        if why is None and losses.is_own(trainer) and not trl.is_loss_of_sft(trainer):
+            why = _find_reason_of_loss(trainer, copy, examples, _list_first_targets([one for one, _ in made]))
     except Exception as error:
         return f"two examples cannot be tried ({type(error).__name__}: {get_first_line(error)})"
     return why
 
 
-def _find_reason_of_loss(trainer: Trainer, copy: PreTrainedModel, examples: list, targets_first: bool) -> str | None:
+def _list_first_targets(examples: list[dict]) -> dict[str, torch.Tensor]:
+    """List what some examples hold for their first token, which a loss may read and a joined row lacks, or has."""
+    found = {}
+    for example in examples:
+        for key, value in example.items():
+            if key not in _OF_MODEL and torch.is_tensor(value) and value.shape == example["input_ids"].shape:
+                first = value[0, 0]
+                if first != _PADDING.get(key, 0):
+                    found[key] = first
+    return found
+
+
+def _find_reason_of_loss(
+    trainer: Trainer, copy: PreTrainedModel, examples: list, firsts: dict[str, torch.Tensor]
+) -> str | None:
     """Call the script's loss on two examples in two rows, and joined to one.
 
     Args:
-        targets_first: some examples have a target at their first token, which a loss may read and a joined row lacks.
+        firsts: values that stand at the first token of some examples, by their keys.
     """
     copy = copy.train()  # a script may ask; nothing in it drops anything
     held, device = [row["input_ids"].shape[1] for row in examples], trainer.args.device
@@ -288,8 +304,8 @@ def _find_reason_of_loss(trainer: Trainer, copy: PreTrainedModel, examples: list
         part["labels"][:, 1:] = logits.argmax(-1) if likely else logits.argmin(-1)
         if part["labels"].shape[1] > 3:
             part["labels"][:, 1] = -100
-        if targets_first:
-            part["labels"][:, 0] = part["input_ids"][:, 0]
+        for key, first in firsts.items():
+            part[key][:, 0] = part["input_ids"][:, 0] if key == "labels" else first
         if "shift_labels" in part:
             part["shift_labels"][:, :-1] = part["labels"][:, 1:]
             part["shift_labels"][:, -1:] = -100

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers import Trainer
 
 from hf_parallel.axes.chunked_loss import find_reason_against_chunks
@@ -133,38 +135,39 @@ def compute_loss(
         return own(model, inputs, *args, **kwargs)
     state = runtime.find_parallel_state(model)
     engine = state.pipeline if state is not None and is_own(self) else None
-    call = functools.partial(_call_compute_loss, self, state, own, model, args=args, kwargs=kwargs)
     # Read the count now: scripts remove from a batch what they have read.
     items = bind_by_name(Trainer.compute_loss, (self, model, inputs, *args), kwargs).get("num_items_in_batch")
     targets = trl.count_targets_of_mean(self, inputs) if items is None else None
+    if targets is not None and runtime.mesh().data_size > 1 and trl.does_subclass_add_to_loss(self):
+        # An evaluation of SFT: with a count its loss is a sum, to which a subclass adds its terms as in training.
+        dist.all_reduce(targets, group=runtime.mesh().data_group)
+        items, targets = targets / runtime.mesh().data_size, None
+        kwargs = {**kwargs, "num_items_in_batch": items}
     targets = own_means.count_targets_of_own_mean(self, inputs) if targets is None else targets
-    record = record_of(self)
+    call_own, record = functools.partial(_call_compute_loss, self, state, own), record_of(self)
+    call = functools.partial(call_own, model, args=args, kwargs=kwargs)
     record.step.weighted = True
-    looks = not record.knows_mean and runtime.mesh().data_size > 1 and is_own(self) and not _is_of_trl(self)
+    changed = not _is_of_trl(self) or trl.does_subclass_add_to_loss(self)
+    looks = not record.knows_mean and runtime.mesh().data_size > 1 and is_own(self) and changed
     first_loss = own_means.keep_first_loss(model, inputs) if looks else contextlib.nullcontext()
+    if record.mean_over is not None and targets is not None:
+        own_means.fill_missing_target(inputs, record.mean_over, targets)
 
-    def loss_of(stand_in: object, part: dict) -> torch.Tensor:
-        computing = functools.partial(_call_compute_loss, self, state, own, stand_in, part, args=args, kwargs=kwargs)
+    def loss_of(stand_in: object, part: dict, endless: bool) -> torch.Tensor:
+        given = _replace_count(items, args, kwargs) if endless and items is not None else (args, kwargs)
+        computing = functools.partial(call_own, stand_in, part, args=given[0], kwargs=given[1])
         return (computing() if engine is None else Prepared(engine, []).run(computing))["loss"]
 
     def weigh(result: Computed, first: own_means.FirstLoss | None) -> object:
         if first is None:
             return _weigh_result(self, result, targets)
-        settled = result["weighs"] or result["targets"] is not None
-        own_means.find_mean(self, first, settled, loss_of, computes=engine is None or engine.last)
-        return _weigh_result(self, result, own_means.count_targets_of_own_mean(self, first.batch))
+        return _weigh_first_result(self, result, first, loss_of, computes=engine is None or engine.last)
 
     if state is None or engine is None:
         with first_loss as first:
-            result = _compute_settled_loss(self, inputs, call, items)
+            result = _compute_settled_loss(self, inputs, call, items, first)
         return weigh(result, first)
-    # Data ranks may have unlike numbers of rows in the last batch, and must all go the same way.
-    trains = torch.is_grad_enabled() and record.step.real_rows is None
-    cut = cut_of(self.accelerator.gradient_state)
-    if trains and cut is not None and not can_cut_alike(cut, state.config):
-        trains = False
-        if state.note_line(_UNLIKE):
-            report.say(_UNLIKE)
+    trains = _can_schedule(self, state)
     plan = record.loss_plans.get(tuple(inputs)) if trains else None
     if plan is not None and can_cut_batch(plan, inputs, engine.config):
         return _compute_scheduled_loss(self, engine, plan, inputs, call, counts=not record.weighs)
@@ -175,7 +178,7 @@ def compute_loss(
         return result
 
     with first_loss as first:
-        result = _compute_settled_loss(self, inputs, serve, items)
+        result = _compute_settled_loss(self, inputs, serve, items, first)
     for logs in result["logged"]:
         self.log(logs)
     if trains and tuple(inputs) not in record.loss_plans:
@@ -183,6 +186,37 @@ def compute_loss(
         if plan is not None:
             plan.logs = bool(result["logged"])
     return weigh(result, first)
+
+
+def _can_schedule(trainer: Trainer, state: ParallelState) -> bool:
+    """May the batch be scheduled? Data ranks may have unlike numbers of rows, and must all go the same way."""
+    cut = cut_of(trainer.accelerator.gradient_state)
+    if not torch.is_grad_enabled() or record_of(trainer).step.real_rows is not None:
+        return False
+    if cut is None or can_cut_alike(cut, state.config):
+        return True
+    if state.note_line(_UNLIKE):
+        report.say(_UNLIKE)
+    return False
+
+
+def _replace_count(items: object, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Put a count into a call of `compute_loss` that leaves nothing of what is divided by it."""
+    endless = torch.full_like(torch.as_tensor(items), 10**18)
+    given = {name: endless if value is items else value for name, value in kwargs.items()}
+    return tuple(endless if value is items else value for value in args), given
+
+
+def _weigh_first_result(
+    trainer: Trainer, result: Computed, first: own_means.FirstLoss, loss_of: own_means.Loss, *, computes: bool
+) -> object:
+    """Weigh a loss that nobody has looked at before by what it is found to be a mean over."""
+    if own_means.find_mean(trainer, first, result["targets"] is not None, loss_of, computes):
+        _tell_unknown_mean(trainer)
+    targets = own_means.count_targets_of_own_mean(trainer, first.batch)
+    if targets is not None and not targets:
+        _stop_gradients(first.outputs)
+    return _weigh_result(trainer, result, targets)
 
 
 def _plan_schedule(
@@ -246,7 +280,11 @@ def _compute_scheduled_loss(
 
 
 def _compute_settled_loss(
-    trainer: Trainer, inputs: dict, computed: Callable[[dict], Computed], items: object
+    trainer: Trainer,
+    inputs: dict,
+    computed: Callable[[dict], Computed],
+    items: object,
+    first: own_means.FirstLoss | None,
 ) -> Computed:
     """Compute a batch's loss. If the script then turns out to weigh means by the count of targets, compute it anew.
 
@@ -263,6 +301,8 @@ def _compute_settled_loss(
         return result
     restore()
     runtime.mesh().set_random_state(stream)
+    if first is not None:
+        first.outputs.clear()
     return computed(kept)
 
 
@@ -302,6 +342,7 @@ def _call_compute_loss(
         computing,
         counted_by,
         means.compute_in_scope(scope),
+        _without_gradients_of_absent(model, is_own(self) and step.real_rows == 0),
         unread,
         trl.count_metrics_by_rows(self),
         watching as seen,
@@ -324,6 +365,26 @@ def _call_compute_loss(
     }
 
 
+@contextlib.contextmanager
+def _without_gradients_of_absent(model: nn.Module, absent: bool) -> Iterator[None]:
+    """Give the model zeros for the gradients of a loss of no example, which may be a mean over nothing: 0/0."""
+    if not absent or not torch.is_grad_enabled() or not isinstance(model, nn.Module):
+        yield
+        return
+
+    handle = model.register_forward_hook(lambda module, args, output: _stop_gradients(output))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _stop_gradients(outputs: object) -> None:
+    for value in tree_leaves(outputs):
+        if torch.is_tensor(value) and value.requires_grad:
+            value.register_hook(torch.zeros_like)
+
+
 def _weigh_result(self: Trainer, result: Computed, targets: torch.Tensor | None) -> object:
     """Weigh the loss of this data rank so that the average over data ranks is the loss of all rows."""
     loss, outputs, mesh, record = result["loss"], result["outputs"], runtime.mesh(), record_of(self)
@@ -340,15 +401,22 @@ def _weigh_result(self: Trainer, result: Computed, targets: torch.Tensor | None)
             dist.all_reduce(total, group=mesh.data_group)
             share = torch.where(total[1] == mesh.data_size, count[0] * mesh.data_size / total[0], share)
         loss = means.weigh_loss(loss, share)
-        if not result["known"] and not record.told_unknown and is_own(self) and not _is_of_trl(self):
-            record.told_unknown = True
-            report.say(
-                "the script's loss is taken for a mean over rows: if data ranks have different numbers of targets, it "
-                "is the mean of their means, not one process's loss; divide by num_items_in_batch to have that. A sum "
-                f"over rows is 1/{mesh.data_size} of one process's: multiply it by accelerator.num_processes, with "
-                "dataloader_drop_last=True"
-            )
+        if not result["known"] and is_own(self) and not _is_of_trl(self):
+            _tell_unknown_mean(self)
     return (loss, *outputs) if outputs else loss
+
+
+def _tell_unknown_mean(trainer: Trainer) -> None:
+    """Say once that the loss, or a part of it, may be another one than that of one process."""
+    record = record_of(trainer)
+    if not record.told_unknown:
+        record.told_unknown = True
+        report.say(
+            "the script's loss is taken for a mean over rows: if data ranks have different numbers of targets, it "
+            "is the mean of their means, not one process's loss; divide by num_items_in_batch to have that. A sum "
+            f"over rows is 1/{runtime.mesh().data_size} of one process's: multiply it by accelerator.num_processes, "
+            "with dataloader_drop_last=True"
+        )
 
 
 def _is_of_trl(trainer: Trainer) -> bool:

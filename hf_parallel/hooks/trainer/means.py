@@ -311,6 +311,8 @@ def does_know_processes(trainer: Trainer) -> bool:
     last = classes.index(Trainer) + (vars(Trainer)["compute_loss"].__module__ != Trainer.__module__)
     overrides = (vars(cls).get("compute_loss") for cls in classes[:last])
     for function in filter(None, overrides):  # a function, method, partial or callable object
+        if getattr(function, "__module__", None) == "trl.trainer.sft_trainer":  # it multiplies as Trainer does
+            continue
         while (partial := isinstance(function, functools.partial)) or hasattr(function, "__wrapped__"):
             function = function.func if partial else function.__wrapped__
         function = getattr(function, "__func__", function)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import nn
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 #: A tensor of the batch that tells targets, and whether the first of each sequence is none; None: examples.
 Targets: TypeAlias = tuple[str, bool] | None
-Loss: TypeAlias = Callable[[Any, dict], torch.Tensor]
+#: The loss by what stands for the model, a batch, and whether its count of targets is without end.
+Loss: TypeAlias = Callable[[Any, dict, bool], torch.Tensor]
 
 #: Examples and tokens of the first batch that are looked at: logits of more would need memory that a step may lack.
 _EXAMPLES, _TOKENS = 4, 64
@@ -47,6 +48,13 @@ class FirstLoss:
     outputs: list[Any] = field(default_factory=list)
 
 
+class Vote(NamedTuple):
+    """What a rank's examples show: what the loss may be a mean over, and whether the script's code ran on them."""
+
+    over: list[Targets]
+    runs: bool = True
+
+
 @contextlib.contextmanager
 def keep_first_loss(model: nn.Module, batch: Batch) -> Iterator[FirstLoss]:
     """Keep what `find_mean` needs of the loss that is computed inside the `with`."""
@@ -58,28 +66,30 @@ def keep_first_loss(model: nn.Module, batch: Batch) -> Iterator[FirstLoss]:
         handle.remove()
 
 
-def find_mean(trainer: Trainer, first: FirstLoss, settled: bool, loss_of: Loss, computes: bool) -> None:
+def find_mean(trainer: Trainer, first: FirstLoss, settled: bool, loss_of: Loss, computes: bool) -> bool:
     """Note in the trainer's record what its loss is a mean over. Collective over all ranks.
 
     Args:
         settled: the loss is known to be that of all data ranks' targets.
-        loss_of: the loss by what stands for the model, and a batch.
         computes: does this rank compute the loss, rather than another stage?
+
+    Returns:
+        Has the loss a part that is no mean over one thing, and knows no count?
     """
     record, found = record_of(trainer), None
-    shown = not settled and JOINED not in first.batch and len(first.outputs) == computes
+    shown = not settled and JOINED not in first.batch and bool(first.outputs) == computes
     held = messages.gather_objects(_list_targets(first.batch) if shown else [])
     if not held[0] or any(names != held[0] for names in held):
         record.knows_mean = True
-        return
+        return False
     if computes:
 
-        def compute(stand_in: StandInModel, part: dict) -> torch.Tensor:
+        def compute(stand_in: StandInModel, part: dict, endless: bool) -> torch.Tensor:
             restore, stream = remember_counts(trainer), runtime.mesh().read_random_state()
             stop = trainer.model.register_forward_pre_hook(_refuse_call, prepend=True)
             try:
                 with replacing(record, tries=True), torch.no_grad():
-                    return loss_of(stand_in, part).detach().clone()
+                    return loss_of(stand_in, part, endless).detach().clone()
             finally:
                 stop.remove()
                 restore()
@@ -90,20 +100,28 @@ def find_mean(trainer: Trainer, first: FirstLoss, settled: bool, loss_of: Loss, 
     votes = [vote for vote in messages.gather_objects(found) if vote is not None]
     if not votes:  # no rank's loss tells anything, as one of no targets: the next batch may
         record.knows_mean = record.looks_at_mean == _LOOKS
-        return
-    common = [targets for targets in votes[0] if all(targets in vote for vote in votes)]
+        return False
+    common = [targets for targets in votes[0].over if all(targets in vote.over for vote in votes)]
     record.knows_mean, record.told_unknown = True, record.told_unknown or bool(common)
     record.mean_over = common[0] if common else None
     if record.mean_over is not None:
         key, shifted = record.mean_over
         tokens = f"{key}[:, 1:]" if shifted else key
         report.say(f"the script's loss is a mean over the targets of {tokens}: data ranks weigh by how many they have")
+    return not common and all(vote.runs for vote in votes)
 
 
 def count_targets_of_own_mean(trainer: Trainer, batch: Batch) -> torch.Tensor | None:
     """Return how many targets of this data rank the script's loss is a mean over, if that is known."""
     targets = record_of(trainer).mean_over
     return None if targets is None or targets[0] not in batch else _count_targets(batch, targets)
+
+
+def fill_missing_target(batch: Batch, targets: tuple[str, bool], count: torch.Tensor) -> None:
+    """Give a batch of no target one, whose loss weighs nothing: a mean over nothing would be 0/0, and its gradient."""
+    key, _ = targets
+    batch[key] = batch[key].clone()
+    batch[key][0, -1] = torch.where(count == 0, not key.endswith("labels"), batch[key][0, -1])
 
 
 def _list_targets(batch: Batch) -> list[Targets]:
@@ -124,8 +142,8 @@ def _count_targets(batch: Batch, targets: Targets) -> torch.Tensor:
     return (values != (-100 if key.endswith("labels") else 0)).sum().float()
 
 
-def _take_examples(first: FirstLoss) -> tuple[dict, Any]:
-    """Take a few examples of the batch and of the output twice, and of these the tokens with most targets."""
+def _take_examples(first: FirstLoss) -> tuple[dict, list]:
+    """Take a few examples of the batch and of the outputs twice, and of these the tokens with most targets."""
     rows, batch = count_examples(first.batch) or 0, first.batch
     tokens: dict[int, torch.Tensor] = {}  # by the length of sequences: which are taken
     for key, value in batch.items():
@@ -145,10 +163,10 @@ def _take_examples(first: FirstLoss) -> tuple[dict, Any]:
             value = value.index_select(1, tokens[value.shape[1]].to(value.device))
         return torch.cat([value, value])
 
-    return {key: take(value) for key, value in batch.items()}, tree_map(take, first.outputs[0])
+    return {key: take(value) for key, value in batch.items()}, tree_map(take, first.outputs)
 
 
-def _test_means(model: nn.Module, batch: dict, output: Any, loss_of: Loss) -> list[Targets] | None:
+def _test_means(model: nn.Module, batch: dict, outputs: list, loss_of: Loss) -> Vote | None:
     """Return what the loss of the batch may be a mean over; None if this batch does not show it."""
     generator, rows = torch.Generator().manual_seed(0), count_examples(batch) or 0
     batch = disturb_batch(getattr(getattr(model, "config", None), "pad_token_id", None), batch, generator)
@@ -169,32 +187,39 @@ def _test_means(model: nn.Module, batch: dict, output: Any, loss_of: Loss) -> li
         spread = value.float().std().clamp(min=1e-6).to(value.dtype)
         return value / spread * noise.to(value).reshape(*noise.shape, *[1] * (value.dim() - noise.dim()))
 
-    def compute(part: Batch, places: slice) -> torch.Tensor:
+    def compute(part: Batch, places: slice, endless: bool = True) -> torch.Tensor:
         def give(value: Any) -> Any:
-            if torch.is_tensor(value) and value.dim() == 0:  # the model's own loss: with other numbers no mean holds
-                return torch.full_like(value, 7 + (places.start or 0))
+            # The model's own loss, and all that the script divides by the count, are right: what is left is looked at.
+            if torch.is_tensor(value) and value.dim() == 0:
+                return torch.full_like(value, 0 if endless else 7)
             return value[places] if is_by_row(value) else value
 
         stand_in = StandInModel(model, tree_map(give, disturbed))
-        loss = loss_of(stand_in, dict(part))
-        if stand_in.calls != 1:
+        loss = loss_of(stand_in, dict(part), endless)
+        if stand_in.answers:
             _refuse_call()
         return loss
 
-    disturbed, halves, half = tree_map(disturb, output), split_examples(batch, 2, 1, rows), rows // 2
+    disturbed, halves, half = tree_map(disturb, outputs), split_examples(batch, 2, 1, rows), rows // 2
     try:
-        whole = compute(batch, slice(None))
+        usual, whole = (compute(batch, slice(None), endless) for endless in (False, True))
         first, second = (compute(part, slice(i * half, (i + 1) * half)) for i, part in enumerate(halves))
     except Exception:  # whatever a script does with other examples than a loader's
-        return []
-    if not bool(torch.stack([whole, first, second]).isfinite().all()) or not bool(whole) or bool(first == second):
+        return Vote([], runs=False)
+    losses = torch.stack([usual, whole, first, second])
+    if not bool(losses.isfinite().all()) or not bool(usual):
         return None  # as where a half has no targets
+    counts, is_rest = bool((usual - whole).abs() > 1e-6 * usual.abs()), bool((losses[1:].abs() > 1e-9).any())
+    if counts and not is_rest:
+        return Vote([None])
+    if bool(first == second):
+        return None
     found, tolerance = [], 1e-4 if whole.dtype in (torch.float32, torch.float64) else 2e-2
     for targets in _list_targets(batch):
         one, other = (_count_targets(part, targets).to(whole) for part in halves)
         if torch.allclose((one * first + other * second) / (one + other), whole, rtol=tolerance):
             found.append(targets)
-    return found
+    return Vote([targets for targets in found if targets is None] if counts else found)
 
 
 def _refuse_call(*_: object) -> NoReturn:
@@ -203,14 +228,13 @@ def _refuse_call(*_: object) -> NoReturn:
 
 
 class StandInModel:
-    """Answers a call with what a model gave before; has the model's attributes."""
+    """Answers calls with what a model gave before, in turn; has the model's attributes."""
 
-    def __init__(self, model: nn.Module, answer: Any):
-        self.model, self.answer, self.calls = model, answer, 0
+    def __init__(self, model: nn.Module, answers: list):
+        self.model, self.answers = model, answers
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        self.calls += 1
-        return self.answer
+        return self.answers.pop(0) if self.answers else _refuse_call()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["model"], name)

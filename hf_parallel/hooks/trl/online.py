@@ -22,6 +22,7 @@ from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, read_library_version, replacing
 from hf_parallel.hooks.trainer.checkpoints import record_of
 from hf_parallel.hooks.trl import servers
+from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -161,6 +162,11 @@ def generate_and_score(original: Callable, self: GRPOTrainer | RLOOTrainer, inpu
         left = 0 if batches.drop_last else len(batches.sampler) % (rows * mesh.data_size)
         real = [max(0, min(rows, left - rank * rows)) for rank in range(mesh.data_size)] if left else None
     record.step.generated = real
+    if real is not None:
+        # A longer prompt of a repeated row would pad the others, and models with absolute positions count padding.
+        first = messages.send_from_one(lambda: inputs[0], mesh.data_group)
+        own = real[mesh.data_rank]
+        inputs = inputs[:own] + [first] * (rows - own)
     token = _scored.set(real)
     try:
         if real is None:

@@ -243,16 +243,42 @@ def count_targets_of_mean(trainer: Trainer, batch: dict) -> torch.Tensor | None:
     return (batch["labels"][..., 1:] != -100).sum().float()
 
 
+def _list_own_losses(trainer: Trainer) -> list[Callable]:
+    """List each `compute_loss` that comes before TRL's own: of subclasses, or assigned to the trainer."""
+    found = []
+    for kind in type(trainer).__mro__:
+        own = vars(kind).get("compute_loss")
+        function = inspect.unwrap(own) if callable(own) else own
+        if str(getattr(function, "__module__", "")).startswith("trl."):
+            break
+        if function is not None:
+            found.append(function)
+    return found
+
+
 def is_loss_of_subclass(trainer: Trainer) -> bool:
     """Return whether a subclass of one of TRL's trainers computes its loss alone: its code names no `compute_loss`."""
-    for kind in type(trainer).__mro__:
-        if kind.__module__.startswith("trl."):
-            return False
-        own = vars(kind).get("compute_loss")
-        code = getattr(inspect.unwrap(own), "__code__", None) if callable(own) else None
-        if code is not None and "compute_loss" not in code.co_names:
-            return True
-    return False
+    codes = [getattr(own, "__code__", None) for own in _list_own_losses(trainer)]
+    return any(code is not None and "compute_loss" not in code.co_names for code in codes)
+
+
+def is_loss_of_sft(trainer: Trainer) -> bool:
+    """Is the loss that of TRL's SFT, to which neither a subclass nor a function adds anything?"""
+    return is_sft(trainer) and trainer.compute_loss_func is None and not _list_own_losses(trainer)
+
+
+def does_subclass_add_to_loss(trainer: Trainer) -> bool:
+    """Return whether a subclass of SFTTrainer has a `compute_loss` that calls that of TRL, and may add to it."""
+    return is_sft(trainer) and bool(_list_own_losses(trainer)) and not is_loss_of_subclass(trainer)
+
+
+def add_head_to_copy(trainer: Trainer, copy: nn.Module) -> None:
+    """Let a copy of the model that SFT trains answer as SFT asks it, for log-probabilities in the place of logits."""
+    if is_sft(trainer):
+        module = sys.modules["trl.trainer.sft_trainer"]
+        add_head = getattr(module, "add_fused_lm_head", None)  # TRL since 1.9
+        if add_head is not None:
+            add_head(copy, outputs=("log_probs", "entropy", "is_top1"))
 
 
 @dataclass
