@@ -89,7 +89,7 @@ def keep_compiled_steps_apart() -> None:
 
 
 def _begin_compiled_step(optimizer: Optimizer, *_: object) -> None:
-    if type(optimizer).step.__module__.startswith("torchao."):
+    if dist.is_initialized() and type(optimizer).step.__module__.startswith("torchao."):
         _end_compiled_step(optimizer)  # one that has failed
         tag = f"rank {dist.get_rank()} of {dist.get_world_size()}"
         vars(optimizer)[_GRAPHS] = patched = cast(Any, torch.compiler.config).patch(cache_key_tag=tag)
