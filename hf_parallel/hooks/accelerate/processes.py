@@ -28,6 +28,7 @@ import torch.distributed as dist
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.patching import patch, replace, replacing
 from hf_parallel.ranks import desync, messages
+from hf_parallel.ranks.steps import call_after_steps
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 # same batches, and do not all draw what the model draws: so data has a stream of its own, which goes on from loader to
 # loader. Where the model draws nothing, orders and masks are those of one process. As long as a rank has drawn nothing
 # else, its generators go on with the stream, so that the model then draws what it would in one process. At each epoch
-# of a Trainer the stream goes on from generators that a loss has drawn from, and so do those of ranks that have not.
+# of a Trainer, and after that of a loop, the stream goes on from generators that a loss has drawn from, and so do
+# those of ranks that have not.
 
 
 def _read_global_state() -> tuple:
@@ -228,10 +230,25 @@ class CountedBatch(NamedTuple):
 
 def read_loader_from(loader: DataLoaderShard, place: Place, empty: bool = False) -> None:
     """Read `loader` from `place` on."""
+    call_after_steps(_rejoin_after_epoch)
     base = loader.base_dataloader
     iterate = base.__iter__
     base.__iter__ = lambda: place.batches(loader, lambda: _count_batches(loader, iterate()), empty)
     loader._place = place
+
+
+def _rejoin_after_epoch(*_: object) -> None:
+    """After the last step of a loop's epoch, which all ranks take, go on from what its losses have drawn."""
+    from accelerate.state import GradientState
+
+    from hf_parallel.hooks.trainer.token_budget import is_loop
+
+    state: Any = GradientState()
+    if runtime.current() is None or not state.end_of_dataloader or not is_loop():
+        return
+    place = getattr(state.active_dataloader, "_place", None)
+    if place is not None and place.stream is not None:
+        place.stream.rejoin()
 
 
 def _count_batches(loader: DataLoaderShard, batches: Iterator) -> Iterator:
