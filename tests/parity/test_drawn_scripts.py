@@ -46,6 +46,10 @@ FOUND = {
         *("trainers", "tp=2"),
         "bf16=True ; bf16_full_eval=True ; eval_strategy='epoch'",
     ),
+    "zeros as gradients of 16-bit weights": (
+        *("loops", "dp_shard=2"),
+        "rows=24 ; dtype='bfloat16' ; accumulates='no_sync' ; zero_grad='kept'",
+    ),
     "evaluation of a last batch in a loop": ("loops", "dp_shard=2", "eval_rows=13"),
     "batches skipped of a map-style data set that rank 0 reads": (
         *("loops", "dp_shard=2"),

@@ -37,6 +37,7 @@ from hf_parallel.ranks.mesh import EXPERT_AXES, ParallelMesh, get_stored
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     from hf_parallel.ask.config import ParallelConfig
 
@@ -129,21 +130,26 @@ def _widen_gradients(root: nn.Module) -> None:
         held = [p for p in group.fsdp_params if p.sharded_param.dtype in (torch.bfloat16, torch.float16)]
         if held and get_gradient_dtype(group, held[0]) != torch.float32:
             widened.append((group, held))
-            set_gradient_dtype(group, held, torch.float32)
+            _convert_gradients(group, held, torch.float32)
     setattr(root, _WIDENED, widened)
 
 
 def _narrow_gradients(root: nn.Module) -> None:
     """Round gradients to their parameters' dtype. The hooks of several outputs may call it; the first call does it."""
     for group, held in getattr(root, _WIDENED) or ():
-        parameters = [one.sharded_param for one in held]
-        gradients = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        set_gradient_dtype(group, held, parameters[0].dtype)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+        _convert_gradients(group, held, held[0].sharded_param.dtype)
     setattr(root, _WIDENED, None)
+
+
+def _convert_gradients(group: FSDPParamGroup, held: list[FSDPParam], dtype: torch.dtype) -> None:
+    """Let stored parameters have gradients of this dtype. Some have one: of a sum, or zeros that a script has kept."""
+    parameters = [one.sharded_param for one in held]
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    set_gradient_dtype(group, held, dtype)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = None if gradient is None else gradient.to(dtype)
 
 
 # ---- Whole gradients of a pipeline's stages, kept from one run of its schedule to the next: reduced once per step
