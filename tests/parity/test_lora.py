@@ -7,12 +7,13 @@ import json
 import os
 import runpy
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PrinterCallback, trainer
+from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, trainer
 
 from hf_parallel.ask.config import SpecError
 from tests import training
@@ -36,6 +37,7 @@ from tests.training import (
 )
 
 pytest.importorskip("peft")
+from peft import LoraConfig, get_peft_model  # noqa: E402
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ("one", "own")
@@ -279,6 +281,26 @@ def test_only_adapters_are_reduced(runs, spec):
     """Gradients of the adapters, once; of the frozen base nothing."""
     for found, adapters in run(partial(reduced, runs.initial("llama"), spec), 2, init=False):
         assert found == adapters
+
+
+def gathered(initial: str, spec: str, use_dora: bool) -> Counter[str]:
+    """How often a step of adapters in fp32 on a base in bf16 gathers and reduces."""
+    activate(spec)
+    base = AutoModelForCausalLM.from_pretrained(initial, dtype=torch.bfloat16)
+    model = get_peft_model(base, LoraConfig(r=3, target_modules="all-linear", use_dora=use_dora)).train()
+    ids = torch.arange(16).reshape(2, 8)
+    with CountCollectives() as counted:
+        model(input_ids=ids, labels=ids).loss.backward()
+    return counted.counts
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_layers_gather_once_for_adapters_of_another_dtype(runs, use_dora):
+    """Adapters in fp32 are most of what trains: a layer gathers them with its frozen base, forward and backward."""
+    counts = run(partial(gathered, runs.initial("llama"), "dp_shard=2", use_dora), 2, init=False)[0]
+    layers = AutoConfig.from_pretrained(runs.initial("llama")).num_hidden_layers
+    assert counts["gather"] <= 2 * layers + 3
+    assert counts["scatter"] == layers
 
 
 def example(spec, arguments):

@@ -170,8 +170,10 @@ def separate_dtypes(root: nn.Module) -> bool:
         for group in list(get_groups_of(unit)):
             dtypes: dict[nn.Module, torch.dtype] = {}
             for held in group.fsdp_params:
-                if held.sharded_param.requires_grad:
-                    dtypes.setdefault(held._module_info.module, held.sharded_param.dtype)
+                info = held._module_info
+                stored = getattr(info.module, info.param_name)  # torch takes over what replaced its own when units run
+                if stored.requires_grad:
+                    dtypes.setdefault(info.module, stored.dtype)
             counts = Counter(sorted(dtypes.values(), key=lambda dtype: -dtype.itemsize))  # of a tie the widest
             if len(counts) < 2:
                 continue
