@@ -37,7 +37,7 @@ from tests.training import (
 )
 
 pytest.importorskip("peft")
-from peft import LoraConfig, get_peft_model  # noqa: E402
+from peft import LoraConfig, get_peft_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ("one", "own")
