@@ -52,13 +52,8 @@ def pack_states(optimizer: Optimizer) -> None:
     """Turn values into codes again after loading, where the optimizer keeps codes."""
     if hasattr(optimizer, "name2qmap"):
         _pack_states_of_bitsandbytes(optimizer)
-    elif keeps_states_of_torchao(optimizer):
+    elif type(optimizer).step.__module__.startswith("torchao.optim.") and hasattr(optimizer, "_new_buffer"):
         _pack_states_of_torchao(optimizer)
-
-
-def keeps_states_of_torchao(optimizer: Optimizer) -> bool:
-    """Is it one of torchao's, whose states may be tensors of codes?"""
-    return type(optimizer).step.__module__.startswith("torchao.optim.") and hasattr(optimizer, "_new_buffer")
 
 
 def holds_codes(tensor: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.schedules import can_be_cut, count_micro_batches
 from hf_parallel.hooks import hangs, report, runtime
-from hf_parallel.hooks.accelerate import loop_losses
+from hf_parallel.hooks.accelerate import loop_losses, processes
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.tracing import Trace
 from hf_parallel.hooks.trainer import auto_shares
@@ -455,6 +455,7 @@ def _begin_loop_step(optimizer: torch.optim.Optimizer, *args: object) -> None:
 
 def _end_loop_step(*args: object) -> None:
     now = of_session(_Now)
+    processes.rejoin_after_epoch()
     hangs.mark_loop("what follows a step", may_take_long=True)
     if runtime.mesh().config.profile_steps and not (now.in_trainer or now.told_of_profiles):
         now.told_of_profiles = True  # also where nobody is watched (monitor=off)

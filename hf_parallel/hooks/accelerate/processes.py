@@ -28,7 +28,6 @@ import torch.distributed as dist
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.patching import patch, replace, replacing
 from hf_parallel.ranks import desync, messages
-from hf_parallel.ranks.steps import call_after_steps
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -230,24 +229,21 @@ class CountedBatch(NamedTuple):
 
 def read_loader_from(loader: DataLoaderShard, place: Place, empty: bool = False) -> None:
     """Read `loader` from `place` on."""
-    call_after_steps(_rejoin_after_epoch)
     base = loader.base_dataloader
     iterate = base.__iter__
     base.__iter__ = lambda: place.batches(loader, lambda: _count_batches(loader, iterate()), empty)
     loader._place = place
 
 
-def _rejoin_after_epoch(*_: object) -> None:
-    """After the last step of a loop's epoch, which all ranks take, go on from what its losses have drawn."""
+def rejoin_after_epoch() -> None:
+    """After the last step of a loop's epoch, go on from what its losses have drawn. Collective: all ranks step."""
     from accelerate.state import GradientState
 
     from hf_parallel.hooks.trainer.token_budget import is_loop
 
     state: Any = GradientState()
-    if runtime.current() is None or not state.end_of_dataloader or not is_loop():
-        return
     place = getattr(state.active_dataloader, "_place", None)
-    if place is not None and place.stream is not None:
+    if state.end_of_dataloader and is_loop() and place is not None and place.stream is not None:
         place.stream.rejoin()
 
 

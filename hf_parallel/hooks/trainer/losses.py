@@ -147,8 +147,8 @@ def compute_loss(
     call_own, record = functools.partial(_call_compute_loss, self, state, own), record_of(self)
     call = functools.partial(call_own, model, args=args, kwargs=kwargs)
     record.step.weighted = True
-    changed = not _is_of_trl(self) or trl.does_subclass_add_to_loss(self)
-    looks = not record.knows_mean and runtime.mesh().data_size > 1 and is_own(self) and changed
+    looks = not record.knows_mean and runtime.mesh().data_size > 1 and is_own(self)
+    looks = looks and (not _is_of_trl(self) or trl.does_subclass_add_to_loss(self))
     first_loss = own_means.keep_first_loss(model, inputs) if looks else contextlib.nullcontext()
     if record.mean_over is not None and targets is not None:
         own_means.fill_missing_target(inputs, record.mean_over, targets)
