@@ -9,9 +9,11 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests import models
 from tests.distributed import RankFailure, run, run_alone
@@ -52,6 +54,13 @@ SPEC_KEYS: tuple[tuple[str, str, tuple], ...] = (
 )
 #: What differs between two runs of one process too, and what only a layout has.
 UNEQUAL = re.compile(r"runtime|per_second|^perf/|preparation_time|^expert_|^noise_")
+
+#: Noise on initial weights, relative: what rounding of float32 puts on them at once.
+NOISE = 1e-7
+#: Of so many such runs the largest difference counts.
+NOISY_RUNS = 4
+#: How much larger than with that noise a difference may be that is called rounding.
+OF_NOISE = 10.0
 
 #: Lines that say that data ranks have other numbers than one process.
 TOLD = re.compile(r"is taken for a mean over rows")
@@ -145,9 +154,10 @@ class Bench:
         return folder
 
     def try_script(self, chosen: Choices, spec: str) -> tuple[str, list[str]]:
-        """Return "equal", "refused", "told", "differs", "fails", or "no script"; and the words.
+        """Return "equal", "refused", "told", "rounding", "differs", "fails", or "no script"; and the words.
 
-        What is told differs, as a line says; of no script one process fails, too.
+        What is told differs, as a line says; what is rounding differs as much in one process, whose initial weights
+        have noise of the size of rounding; of no script one process fails, too.
         """
         out, folder, script = f"{self.root}/out", self.initial(chosen["model"]), self.kind.script
         parts = ("before", "after") if chosen.get("resumes") else ("whole",)
@@ -168,7 +178,24 @@ class Bench:
             return ("refused", [_last_line(failure)]) if refused else ("fails", [failure.first])
         found = self.compare(ranks, reference, chosen)
         lines = [line for rank in ranks for line in rank.get("told", []) if TOLD.search(line)]
+        if found and not lines and self.is_rounding(found, reference, chosen):
+            return "rounding", found
         return ("told" if found and lines else "differs" if found else "equal"), lines[:1] + found
+
+    def is_rounding(self, found: list[str], reference: dict[str, Any], chosen: Choices) -> bool:
+        """Is each of these differences there in one process with noise on its initial weights, and about as large?"""
+        folder, sizes = f"{self.root}/noise", dict[str, float]()
+        for seed in range(NOISY_RUNS):
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(self.initial(chosen["model"]), folder)
+            run_alone(add_noise, folder, seed)
+            try:
+                noisy = run_alone(self.kind.script, chosen, folder, f"{self.root}/out/noise", None, "whole")
+            except RankFailure:
+                continue
+            for head, size in map(_split_difference, self.compare([noisy], reference, chosen)):
+                sizes[head] = max(size, sizes.get(head, 0.0))
+        return all(size <= OF_NOISE * sizes.get(head, 0.0) for head, size in map(_split_difference, found))
 
     def check(self, chosen: Choices, spec: str, may_end: tuple[str, ...] = ("equal",)) -> None:
         """Fail, with the words, unless the script ends in one of these ways."""
@@ -219,6 +246,25 @@ class Bench:
             if simpler_spec and axes(simpler_spec)["world"] > 1 and self.try_script(chosen, simpler_spec)[0] == kind:
                 spec = simpler_spec
         return chosen, spec
+
+
+def add_noise(folder: str, seed: int) -> None:
+    """Change every weight of the files of a folder by the rounding of float32."""
+    torch.manual_seed(seed)
+    for file in Path(folder).rglob("*.safetensors"):
+        weights = load_file(file)
+        for weight in weights.values():
+            if weight.is_floating_point():
+                weight.mul_(1 + NOISE * torch.randn_like(weight))
+        save_file(weights, file, {"format": "pt"})
+
+
+def _split_difference(line: str) -> tuple[str, float]:
+    """Return the name of what differs, without a rank, and by how much; infinity where a line has no numbers."""
+    head, _, values = line.rpartition(": ")
+    numbers = [float(number) for number in re.findall(r"-?\d+\.?\d*(?:e[+-]?\d+)?", values)]
+    sizes = {1: numbers, 2: [abs(numbers[0] - numbers[-1])]} if numbers else {}
+    return re.sub(r"^rank \d+: ", "", head), sizes.get(len(numbers), [math.inf])[0]
 
 
 def _last_line(failure: RankFailure) -> str:
