@@ -296,20 +296,26 @@ def test_layers_of_which_each_nth_is_recomputed_stand_for_the_rest(every):
 
 def test_unlike_widths_keep_no_scores():
     """Latent attention (keys of 192, values of 128 numbers) keeps what a GPU's kernel keeps, and no scores."""
-    kept: list[torch.Tensor] = []
-    with (
-        fake_tensors_pass_as_real(),
-        Shapes(allow_non_fake_inputs=True),
-        torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor),
-    ):
-        query, key, value = (torch.zeros(2, 4, 512, width, requires_grad=True) for width in (192, 192, 128))
-        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        known = {query.shape, value.shape}
-        log_sums = [tensor.numel() for tensor in kept if tensor.numel() > 1 and tensor.shape not in known]
-        out.sum().backward()
-    assert out.shape == value.grad.shape == (2, 4, 512, 128)
-    assert log_sums == [2 * 4 * 512]
-    assert known <= {tensor.shape for tensor in kept}
+
+    def attend():
+        kept: list[torch.Tensor] = []
+        with (
+            fake_tensors_pass_as_real(),
+            Shapes(allow_non_fake_inputs=True),
+            torch.autograd.graph.saved_tensors_hooks(
+                lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+            ),
+        ):
+            query, key, value = (torch.zeros(2, 4, 512, width, requires_grad=True) for width in (192, 192, 128))
+            out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            known = {query.shape, value.shape}
+            log_sums = [tensor.numel() for tensor in kept if tensor.numel() > 1 and tensor.shape not in known]
+            out.sum().backward()
+        assert out.shape == value.grad.shape == (2, 4, 512, 128)
+        assert log_sums == [2 * 4 * 512]
+        assert known <= {tensor.shape for tensor in kept}
+
+    run_alone(attend)  # a backward in this process would keep later tests from forking
 
 
 def test_memory_of_latent_attention_grows_with_its_tokens():
