@@ -262,6 +262,13 @@ class Texts:
         self.dice, self.odd = random.Random(seed), odd
         self.words = " ".join(topics[name] for name in ("assert", "lambda", "break")).split()
 
+    def draw_pair(self, least: int, most: int) -> tuple[str, str]:
+        """Return two texts that differ: whether a reward is above that of the same text, rounding alone decides."""
+        first = second = self.draw(least, most)
+        while second == first:
+            second = self.draw(least, most)
+        return first, second
+
     def draw(self, least: int, most: int) -> str:
         if self.odd and self.dice.random() < 0.3:
             return self.dice.choice(
@@ -298,12 +305,15 @@ def row_of(trainer: str, chosen: Choices, texts: Texts, place: int) -> dict[str,
         if trainer == "kto":
             said = turns(first, draw(1, 5))
             return {"prompt": said[:1], "completion": said[1:], "label": place % 3 != 1}
-        row = {"chosen": turns(first, draw(1, 5)), "rejected": turns(first, draw(1, 4))}
+        better, worse = texts.draw_pair(1, 5)
+        row = {"chosen": turns(first, better), "rejected": turns(first, worse)}
     elif kind == "implicit":
         first = draw(2, 4)
-        row = {"chosen": f"{first} {draw(1, 5)}", "rejected": f"{first} {draw(1, 5)}"}
+        better, worse = texts.draw_pair(1, 5)
+        row = {"chosen": f"{first} {better}", "rejected": f"{first} {worse}"}
     elif kind == "pairs":
-        row = {"prompt": draw(2, 4), "chosen": " " + draw(1, 5), "rejected": " " + draw(1, 5)}
+        prompt, (better, worse) = draw(2, 4), texts.draw_pair(1, 5)
+        row = {"prompt": prompt, "chosen": " " + better, "rejected": " " + worse}
     else:
         return {"prompt": draw(2, 4), "completion": " " + draw(1, 5), "label": kind == "desired" or place % 3 != 1}
     return {**row, "margin": texts.dice.random()} if chosen.get("margins") else row
