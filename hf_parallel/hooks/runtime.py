@@ -122,6 +122,13 @@ class _Active:
     runtime: Runtime | None = None
 
 
+@dataclass
+class Trainers:
+    """`made`: has the script made a Trainer, whose loaders are the ones that are meant?"""
+
+    made: bool = False
+
+
 class _Connection:
     """`made`: did `connect_process_group` make the process group, so that its time-out may be changed?"""
 
@@ -138,6 +145,11 @@ def mesh() -> ParallelMesh:
     active = current()
     assert active is not None
     return active.mesh
+
+
+def is_loop() -> bool:
+    """Return whether the script has made no Trainer so far."""
+    return not of_session(Trainers).made
 
 
 def is_absent() -> bool:

@@ -145,8 +145,6 @@ _BY_PARAMETER = {"torch", "torchao", "transformers", "bitsandbytes", "accelerate
 @patch("accelerate.accelerator:Accelerator.prepare", "models and optimizers made before become parallel")
 def prepare(original: Callable, self: Accelerator, *args: object, **kwargs: object) -> object:
     """Make models parallel and point optimizers that were made before at their new parameters."""
-    from hf_parallel.hooks.trainer.token_budget import is_loop
-
     mesh = runtime.mesh()
     if self.mixed_precision == "fp16" and mesh.device.type == "cpu":
         refuse("fp16", "accelerate scales losses on accelerators only, not on CPUs", "bf16")
@@ -158,7 +156,7 @@ def prepare(original: Callable, self: Accelerator, *args: object, **kwargs: obje
             # Scripts ask DDP for `no_sync`, and in loops for `module`, where there are several processes.
             if not hasattr(model, "no_sync"):
                 vars(model)["no_sync"] = types.MethodType(defer_reduction, model)
-            if mesh.data_size > 1 and is_loop() and not hasattr(model, "module"):
+            if mesh.data_size > 1 and runtime.is_loop() and not hasattr(model, "module"):
                 vars(model)["module"] = ModuleOfDDP(model)
             if self.scaler is not None and state.pipeline is not None:
                 # A schedule runs its backward passes before the script scales the loss.

@@ -57,7 +57,7 @@ def prepare_data_loader(original: Callable, dataloader: DataLoader, *args: objec
     """Shard by data rank; let every rank of one model draw the same random numbers while it reads data."""
     from transformers.trainer_pt_utils import LengthGroupedSampler
 
-    from hf_parallel.hooks.trainer.token_budget import check_loop, is_loop
+    from hf_parallel.hooks.trainer.token_budget import check_loop
 
     check_loop()
     mesh, inner = runtime.mesh(), cast(Any, dataloader)
@@ -83,7 +83,7 @@ def prepare_data_loader(original: Callable, dataloader: DataLoader, *args: objec
         if getattr(prepared, "synchronized_generator", None) is not None:
             prepared.synchronized_generator = None
             prepared.rng_types = [kind for kind in prepared.rng_types or () if kind != "generator"]
-    check_loader(prepared, of_loop := is_loop())
+    check_loader(prepared, of_loop := runtime.is_loop())
     if of_loop and mesh.data_size > 1:
         for note in list_notes_on_workers(prepared):
             report.say(note)

@@ -239,11 +239,9 @@ def rejoin_after_epoch() -> None:
     """After the last step of a loop's epoch, go on from what its losses have drawn. Collective: all ranks step."""
     from accelerate.state import GradientState
 
-    from hf_parallel.hooks.trainer.token_budget import is_loop
-
     state: Any = GradientState()
     place = getattr(state.active_dataloader, "_place", None)
-    if state.end_of_dataloader and is_loop() and place is not None and place.stream is not None:
+    if state.end_of_dataloader and runtime.is_loop() and place is not None and place.stream is not None:
         place.stream.rejoin()
 
 

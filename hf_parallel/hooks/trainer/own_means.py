@@ -49,7 +49,7 @@ class FirstLoss:
 
 
 class Vote(NamedTuple):
-    """What a rank's examples show: what the loss may be a mean over, and whether the script's code ran on them."""
+    """A rank's examples say this: what the loss may be a mean over, and whether the script's code ran on them."""
 
     over: list[Targets]
     runs: bool = True
@@ -86,7 +86,7 @@ def find_mean(trainer: Trainer, first: FirstLoss, settled: bool, loss_of: Loss, 
 
         def compute(stand_in: StandInModel, part: dict, endless: bool) -> torch.Tensor:
             restore, stream = remember_counts(trainer), runtime.mesh().read_random_state()
-            stop = trainer.model.register_forward_pre_hook(_refuse_call, prepend=True)
+            stop = trainer.model.register_forward_pre_hook(_refuse_to_run, prepend=True)
             try:
                 with replacing(record, tries=True), torch.no_grad():
                     return loss_of(stand_in, part, endless).detach().clone()
@@ -197,7 +197,7 @@ def _test_means(model: nn.Module, batch: dict, outputs: list, loss_of: Loss) -> 
         stand_in = StandInModel(model, tree_map(give, disturbed))
         loss = loss_of(stand_in, dict(part), endless)
         if stand_in.answers:
-            _refuse_call()
+            _refuse_to_run()
         return loss
 
     disturbed, halves, half = tree_map(disturb, outputs), split_examples(batch, 2, 1, rows), rows // 2
@@ -222,7 +222,7 @@ def _test_means(model: nn.Module, batch: dict, outputs: list, loss_of: Loss) -> 
     return Vote([targets for targets in found if targets is None] if counts else found)
 
 
-def _refuse_call(*_: object) -> NoReturn:
+def _refuse_to_run(*_: object) -> NoReturn:
     """Stop a loss that calls its model by another name: ranks would gather weights unlike numbers of times."""
     raise RuntimeError("the loss calls its model otherwise than before")
 
@@ -234,7 +234,7 @@ class StandInModel:
         self.model, self.answers = model, answers
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        return self.answers.pop(0) if self.answers else _refuse_call()
+        return self.answers.pop(0) if self.answers else _refuse_to_run()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["model"], name)

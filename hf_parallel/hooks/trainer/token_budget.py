@@ -46,13 +46,6 @@ _MUCH = 0.1  # of the tokens: lengths that are so much off are told
 _SAMPLE = 256  # rows whose lengths are compared with their tokens
 
 
-@dataclass
-class _Trainers:
-    """Is there a Trainer, whose loaders are the ones that are meant?"""
-
-    seen: bool = False
-
-
 def read_budget() -> int:
     """Tokens of a batch of one data rank; 0: batches have the rows that the script gives them."""
     key, value = read_asked_key()
@@ -98,7 +91,7 @@ def _run_joined_step(
 
 def check_trainer_for_joining(trainer: Trainer) -> None:
     """Refuse a Trainer whose batches would not be those that were asked for."""
-    of_session(_Trainers).seen = True
+    of_session(runtime.Trainers).made = True
     if not read_asked_key()[1]:
         return
     why = find_reason_against_joining(trainer)
@@ -130,18 +123,13 @@ def find_reason_against_joining(trainer: Trainer) -> str | None:
     return None
 
 
-def is_loop() -> bool:
-    """Has the script made no Trainer so far?"""
-    return not of_session(_Trainers).seen
-
-
 def check_loop() -> None:
     """Refuse a loop without a Trainer, whose loader is its own, and which asks no server.
 
     Raises:
         SpecError: joined batches were asked for, or what only TRL's trainers have.
     """
-    if not is_loop():
+    if not runtime.is_loop():
         return
     if read_asked_key()[1]:
         refuse_joining("batches of a loop without a Trainer are the loop's own")
