@@ -36,12 +36,12 @@ SECONDS = Path(__file__).parent / "results" / "seconds.json"
 PER_TEST = 0.7
 #: A plain run takes every case of these: each is a command of a page.
 EVERY_CASE = {"tests/processes/test_docs.py::test_command"}
-#: What all cases of a plain run may take together: 25 minutes of two workers on the machine of the measurements.
-PER_RUN = 2960.0
+#: What all cases of a plain run may take together: 23 minutes of two workers on the machine of the measurements.
+PER_RUN = 2700.0
 #: A test of which one case takes longer runs under `--all` alone.
-LONGEST_CASE = 8.5
+LONGEST_CASE = 7.0
 #: What half of the files may take, and what a file takes at most that is in both halves.
-PER_HALF, IN_BOTH_HALVES = 1850.0, 3.0
+PER_HALF, IN_BOTH_HALVES = 1500.0, 3.0
 #: What one test and all of them may take under `--quick`.
 QUICK_TEST, QUICK_RUN = 0.5, 45.0
 #: A test that refers to one of these starts processes.
@@ -135,7 +135,7 @@ def _of_test(first: Case, cases: list[Case], each: float, per_test: float) -> li
 
 def choose_half(files: dict[str, float], half: int) -> set[str]:
     """Return the files of half 0 or 1, given the seconds of each file; the hash of its name puts it into a half."""
-    halves = {file: hashlib.sha256(file.encode()).digest()[0] % 2 for file in files}
+    halves = {file: hashlib.sha256(file.encode()).digest()[5] % 2 for file in files}
     return {file for file, seconds in files.items() if seconds <= IN_BOTH_HALVES or halves[file] == half}
 
 
