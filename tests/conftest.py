@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 import tests.distributed
 from hf_parallel.axes.data import zero
@@ -68,6 +69,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Register the marker, and the recorder if it is wanted."""
+    keep_forking_possible()
     config.addinivalue_line(
         "markers", "support([spec,] row, outcome='passed'): the cell of the support matrix this test stands for"
     )
@@ -78,6 +80,17 @@ def pytest_configure(config):
         config.option.half = str(selection.half_of_commit(config.rootpath))
     if config.getoption("--record-seconds"):
         config.pluginmanager.register(SecondsRecorder(writes=not hasattr(config, "workerinput")), "seconds-recorder")
+
+
+def keep_forking_possible():
+    """Let this process run backward passes of dry runs, and still fork, where torch has CUDA and the machine no GPU.
+
+    Fake tensors then make torch believe in a device, for which the first backward pass starts a thread; forked ranks
+    could not run one any more.
+    """
+    if torch.version.cuda and not torch.cuda.is_available():
+        torch.ones(1, requires_grad=True).sum().backward()  # starts what threads there will be: none so far
+        torch.autograd.set_multithreading_enabled(False)
 
 
 def pytest_make_parametrize_id(val, argname):
