@@ -73,6 +73,7 @@ TABLES = {
         "saved on rank 0",
         "scalars",
         "model_init",
+        "hyperparameter_search",
         "two models",
         "Accelerate loop",
         "library",

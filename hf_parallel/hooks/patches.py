@@ -29,6 +29,7 @@ from hf_parallel.hooks.trainer import (  # noqa: F401
     means,
     plain_resume,
     resuming,
+    searching,
     token_budget,
     training,
 )

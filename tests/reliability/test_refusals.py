@@ -239,24 +239,3 @@ def test_torch_is_not_initialised_in_the_parent():
     """The fork harness depends on it; a test module that trains at import would break every later test."""
     assert not torch.distributed.is_initialized()
     assert "RANK" not in os.environ
-
-
-def search(folder: str, out: str) -> None:
-    """A search whose trials each rank would draw for itself."""
-    from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS, HPSearchBackend
-
-    class Backend:
-        name = "optuna"
-        default_hp_space = staticmethod(lambda trial: {})
-        ensure_available = run = lambda self, trainer=None, *args, **kwargs: trainer and trainer.train(trial=object())
-
-    ALL_HYPERPARAMETER_SEARCH_BACKENDS[HPSearchBackend.OPTUNA] = Backend
-    activate("tp=2")
-    options = {"callbacks": [NotReached()], "train_dataset": data("llama", 16, seed=1)}
-    trainer, _ = trainer_of(None, out, model_init=lambda: load_model(Script(), folder, 0), **options)
-    trainer.hyperparameter_search(backend="optuna", hp_name=lambda trial: "one")
-
-
-def test_trials_that_ranks_would_draw_apart(runs, tmp_path):
-    message = refusal(2, search, runs.initial("llama"), str(tmp_path))
-    assert "hyperparameter_search" in message

@@ -29,7 +29,6 @@ from hf_parallel.hooks.trainer.checkpoints import (
     record_of,
     wait_for_save,
 )
-from hf_parallel.model.calls import bind_by_name
 from hf_parallel.ranks import assert_all_ranks, messages
 
 if TYPE_CHECKING:
@@ -50,9 +49,7 @@ def train(
     """From the newest whole checkpoint that rank 0 sees, on every rank; after a restart by the launcher unasked."""
     if getattr(self.args, "enable_jit_checkpoint", False):
         refuse("enable_jit_checkpoint=True", "ranks would stop at different steps", do="drop it, SIGTERM saves")
-    trial, mesh = bind_by_name(original, (self, resume_from_checkpoint, *args), kwargs).get("trial"), runtime.mesh()
-    if trial is not None and mesh.config.world_size > mesh.data_size:  # process 0 draws for all: several ranks are it
-        refuse("hyperparameter_search", "ranks of one model would draw other trials", "a launch each")
+    mesh = runtime.mesh()
     losses.follow_assigned_loss(self)
     entries.begin(self.model, "trainer.train")
     with restarts.hold_own_folder(self) as run:
