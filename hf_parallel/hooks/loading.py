@@ -162,6 +162,14 @@ def initialize_module(
     return result
 
 
+@patch("transformers.modeling_utils:PreTrainedModel._adjust_bias", "pads a cut bias by nothing: torch 2.11 fails")
+def adjust_bias(original: Callable, self: nn.Module, output_embeddings: Any, input_embeddings: object) -> None:
+    """Give a head's bias the length of its weight, unless it has that."""
+    bias = getattr(output_embeddings, "bias", None)
+    if not isinstance(bias, DTensor) or bias.shape[0] != output_embeddings.weight.shape[0]:
+        original(self, output_embeddings, input_embeddings)
+
+
 @patch("transformers.modeling_utils:log_state_dict_report", "knows the keys of one stage")
 def report(original: Callable, *args: object, **kwargs: object) -> None:
     """Report once, and raise one error if sizes do not match, for all stages of a pipeline.
