@@ -30,6 +30,7 @@ from hf_parallel.axes.data.parameters import add_late_parameters
 from hf_parallel.axes.pipeline.batches import count_causal_targets
 from hf_parallel.axes.tensor.axis import TENSOR
 from hf_parallel.checkpoint import full_state_dict
+from hf_parallel.checkpoint.codes import count_unlike_blocks
 from hf_parallel.hooks import bitsandbytes, hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate import loop_losses
 from hf_parallel.hooks.accelerate.paired_losses import PairedLoss
@@ -177,6 +178,11 @@ def prepare(original: Callable, self: Accelerator, *args: object, **kwargs: obje
                 'of them is not the model\'s; hf_parallel.clip_grad_norm(model, float("inf")) is (docs/idioms.md)'
             )
         follow_parameters(optimizer)
+        if unlike := count_unlike_blocks(inner):
+            report.say(
+                f"{kind.__name__} keeps states of few bits in blocks, which begin anew in each rank's part of "
+                f"{unlike} parameters: they round otherwise than in one process; adamw_torch does not round"
+            )
         host_step.check_host_optimizer(inner)
         monitoring.follow_steps(inner)
     return original(self, *args, **kwargs)
@@ -439,7 +445,7 @@ def clip_grad_norm_(
     norm_type: float = 2,
 ) -> torch.Tensor:
     """Clip gradients by their norm over all stages and shards of the model; return the norm."""
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    parameters = parameters if isinstance(parameters, torch.Tensor) else list(parameters)
     states = [state for state in map(runtime.find_parallel_state, self._models) if state is not None]
     if not states:
         return original(self, parameters, max_norm, norm_type)
