@@ -183,6 +183,25 @@ def resize_and_step(folder, rows, spec=None):
     return {**found, "logits": outputs.logits.shape, "after": after, "next": torch.rand(1).item()}
 
 
+def clip_one_by_one(folder, spec=None):
+    """Norms of gradients that are clipped parameter by parameter, and what is left of them."""
+    model = load(folder, spec)
+    model(**Rows(4, 11, even=True, length=33)[:4]).loss.backward()
+    once = {name: float(torch.nn.utils.clip_grad_norm_(p, 0.01)) for name, p in model.named_parameters()}
+    left = {name: float(torch.nn.utils.clip_grad_norm_(p, 1.0)) for name, p in model.named_parameters()}
+    return {name: (norm, left[name]) for name, norm in once.items()}
+
+
+@pytest.mark.parametrize("spec", ["pp=2", "tp=2", "dp_shard=2"])
+def test_clips_each_parameter_by_its_own_norm(initial, spec):
+    """Stages have unlike parameters, so none waits for another."""
+    expected = run_alone_once(clip_one_by_one, initial["llama"])
+    ranks = run(clip_one_by_one, axes(spec)["world"], initial["llama"], spec, init=False)
+    assert set().union(*ranks) == set(expected)
+    for name, norms in ((name, norms) for found in ranks for name, norms in found.items()):
+        none([line for pair in zip(norms, expected[name], strict=True) for line in close(name, *pair, 1e-5)])
+
+
 @pytest.mark.parametrize("rows", [ROWS + 7, ROWS - 6])
 @pytest.mark.parametrize("name", ["t5", "bart", "bert"])
 def test_an_embedding_with_more_ties_than_a_head_is_resized(runs, name, rows):

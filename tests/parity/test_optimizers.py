@@ -223,6 +223,7 @@ def test_a_step_on_whole_tensors_that_fails(kind):
     ("kind", "why"),
     [
         (others.LikeProdigy, "several tensors"),
+        (others.ByPlaceApart, "several tensors"),
         (others.Draws, "random numbers"),
         (others.LikeApollo, "place"),
         (others.Around, None),
