@@ -96,6 +96,8 @@ def _refuse_in_stages(optimizer: Optimizer) -> None:
             continue
         several = Reach.ALL, Reach.APART, Reach.RANDOM
         reads = [reach.value for reach in find_reaches(optimizer) if reach in several]
+        if isinstance(optimizer, torch.optim.LBFGS):
+            reads.append("the directions of all parameters")
         if numbers_parameters(optimizer):
             reads.append("the place of a parameter among all")
         if reads:

@@ -209,8 +209,11 @@ def make_parallel(model: nn.Module) -> None:
 
 
 def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Replace an optimizer's parameters by those of the parallel model; leave out those of other stages."""
-    inner, replaced = getattr(optimizer, "optimizer", optimizer), False
+    """Replace an optimizer's parameters by those of the parallel model; leave out those of other stages.
+
+    States that it made before any step, such as Adagrad's sums, are made for the new ones.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
     held: dict[nn.Module, dict[str, nn.Parameter]] = {}  # each model's parameters by name, listed once
     for group in inner.param_groups:
         kept = []
@@ -218,15 +221,29 @@ def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
             current = parameter
             if parameter in former_parameters:
                 reference, name = former_parameters[parameter]
-                model, replaced = reference(), True
+                model = reference()
                 if model not in held:
                     held[model] = dict(model.named_parameters())
                 current = held[model].get(name)
+                _move_first_states(inner, parameter, current)
             if current is not None:
                 kept.append(current)
         group["params"] = kept
-    if replaced and inner.state:
-        refuse("prepare()", "the optimizer took steps before", do="prepare model and optimizer first")
+
+
+def _move_first_states(optimizer: torch.optim.Optimizer, former: torch.Tensor, current: torch.Tensor | None) -> None:
+    """Give a parameter's states to the one in its place, if no step has written to them: each tensor is one number."""
+    slots = optimizer.state.pop(former, {})
+    tensors = {name: value for name, value in slots.items() if torch.is_tensor(value) and value.ndim}
+    made = {}
+    for name, value in tensors.items():
+        first = value.flatten()[:1]
+        if value.shape != former.shape or bool((value != first).any()):
+            refuse("prepare()", "the optimizer took steps before", do="prepare model and optimizer first")
+        if current is not None:
+            made[name] = torch.full_like(current.detach(), first.sum().item(), dtype=value.dtype)
+    if current is not None and slots:
+        optimizer.state[current] = {**slots, **made}
 
 
 def normalise_over_data_ranks(model: nn.Module) -> None:
