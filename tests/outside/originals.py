@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from tests.outside.axolotl import AXOLOTL
 from tests.outside.cases import TRAINER, Case
 from tests.outside.chronos import CHRONOS
 from tests.outside.colpali import COLPALI
@@ -664,5 +665,6 @@ ORIGINALS = {
     **TRL_EXAMPLES,
     **TUNING,
     **DIFFUSION,
+    **AXOLOTL,
     **OTHERS,
 }
