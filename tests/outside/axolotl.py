@@ -1,4 +1,4 @@
-"""Axolotl's Trainer from a checkout: its sampler packs examples to rows, and its mixins make optimizer and schedule."""
+"""Axolotl's Trainer from a checkout: it packs examples to rows, and its mixins make optimizer and schedule."""
 
 import json
 from pathlib import Path

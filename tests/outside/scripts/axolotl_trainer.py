@@ -61,7 +61,6 @@ def main() -> None:
         max_seq_length=37,
         learning_rate=1e-2,
         adam_epsilon=1e-3,
-        remove_unused_columns=True,
         seed=3,
         dataset_num_proc=1,
         include_tkps=False,
