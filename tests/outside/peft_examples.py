@@ -128,7 +128,7 @@ PEFT = {
         "--invocation_string assistant",
         edits=(
             *STEPS,
-            ('tokenized_datasets["test"]', 'tokenized_datasets["train"]'),
+            ('["test"]', '["train"]'),
             (
                 "        weight_decay=0.01,",
                 "        weight_decay=0.01, use_cpu=True, disable_tqdm=True, report_to='none',",
