@@ -153,6 +153,13 @@ class KeptByTensor(Plain):
         return [states.setdefault(p, torch.zeros_like(p)).add_(p.grad) for p in chosen]
 
 
+class ByPlaceApart(KeptByTensor):
+    """States in the group, and the place of a parameter counts, as in GrokAdamW."""
+
+    def find_moves(self, group, chosen):
+        return [move * 0.9**place for place, move in enumerate(super().find_moves(group, chosen))]
+
+
 class Around(Plain):
     """Another optimizer, whose step is the real one."""
 

@@ -225,10 +225,19 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) ->
 
 
 def clip_together(
-    parameters: Iterable[torch.Tensor], states: list[ParallelState], max_norm: float, norm_type: float = 2.0
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    states: list[ParallelState],
+    max_norm: float,
+    norm_type: float = 2.0,
 ) -> torch.Tensor:
-    """Clip the gradients of parallel models of one mesh by their joint norm; return the norm before clipping."""
+    """Clip the gradients of parallel models of one mesh by their joint norm; return the norm before clipping.
+
+    Args:
+        parameters: a single one is clipped by its own norm, which other stages of a pipeline do not call for.
+    """
     copies: set[int] = set()
+    if isinstance(parameters, torch.Tensor):
+        return clip_over_mesh([parameters], float(max_norm), states[0].mesh, float(norm_type), of_stage=True)
     for engine in (state.pipeline for state in states if state.pipeline):
         copies |= engine.copies
         if engine.late:  # an earlier stage may count their gradients, too

@@ -94,7 +94,10 @@ def _refuse_in_stages(optimizer: Optimizer) -> None:
         state: Any = vars(model).get("_hf_parallel")
         if state is None or state.pipeline is None or mine.isdisjoint(map(id, model.parameters())):
             continue
-        reads = [reach.value for reach in find_reaches(optimizer) if reach in (Reach.ALL, Reach.RANDOM)]
+        several = Reach.ALL, Reach.APART, Reach.RANDOM
+        reads = [reach.value for reach in find_reaches(optimizer) if reach in several]
+        if isinstance(optimizer, torch.optim.LBFGS):
+            reads.append("the directions of all parameters")
         if numbers_parameters(optimizer):
             reads.append("the place of a parameter among all")
         if reads:

@@ -6,6 +6,7 @@
     torchao         exp_avg, of the part's shape           a tensor that holds `codes`, `qmap` and `scale` as those;
                                                            two codes of 4 bits to a byte
 
+AdEMAMix keeps two means in `state1`, [2, numbers of the part]: `state1.0` and `state1.1` here.
 Blocks begin anew on each rank (Dettmers et al., arXiv 2110.02861, section 2): they are made again when they are read.
 """
 
@@ -22,8 +23,12 @@ from hf_parallel.ranks.mesh import get_stored, place_as
 Slots = dict[str, Any]  # of one parameter: tensors, numbers
 
 _BLOCK = 256
+#: Smaller tensors have states in 32 bits.
+_FEWEST = 4096
 #: The key in which bitsandbytes nests states where it writes them itself.
 _NESTED = "__bnb_optimizer_quant_state__"
+#: States of bitsandbytes, as it keeps them and as checkpoints do.
+_STATES = {"state1", "state1.0", "state1.1", "state2"}
 
 
 def decode_slots(slots: Slots, parameter: torch.Tensor | None = None) -> dict[str, object]:
@@ -34,18 +39,35 @@ def decode_slots(slots: Slots, parameter: torch.Tensor | None = None) -> dict[st
         if torch.is_tensor(value) and holds_codes(value):
             values = get_stored(value).dequantize()
             slots[name] = place_as(parameter, values) if isinstance(parameter, DTensor) else values
-    for name, number in (("state1", 1), ("state2", 2)):
-        largest = slots.get(f"absmax{number}")
-        if name in slots and (largest is None or largest.ndim == 1):  # AdEMAMix keeps two in one: no checkpoints
+    if torch.is_tensor(slots.get("state1")):
+        slots = _decode_slots_of_bitsandbytes(slots)
+        for name in sorted(_STATES & slots.keys()):
             values = slots[name]
-            if largest is not None:
-                factors = largest.repeat_interleave(_BLOCK)[: values.numel()]
-                values = (slots[f"qmap{number}"][values.flatten().long()] * factors).view(values.shape)
             if isinstance(parameter, DTensor) and not isinstance(values, DTensor):
-                values = place_as(parameter, values) if values.shape == get_stored(parameter).shape else values
-            slots[name] = values
-            slots = {key: value for key, value in slots.items() if key not in (f"absmax{number}", f"qmap{number}")}
+                slots[name] = place_as(parameter, values) if values.shape == get_stored(parameter).shape else values
     return slots
+
+
+def _decode_slots_of_bitsandbytes(slots: Slots) -> Slots:
+    found = {name: value for name, value in slots.items() if name.rstrip("12") not in ("state", "absmax", "qmap")}
+    for name in sorted(_STATES & slots.keys()):
+        states, largest = slots[name], slots.get(f"absmax{name[-1]}")
+        if name == "state1" and "state2" in slots and states.ndim > slots["state2"].ndim:
+            parts = {f"{name}.{n}": (states[n], None if largest is None else largest[n]) for n in range(2)}
+        else:
+            parts = {name: (states, largest)}
+        for own, (values, factors) in parts.items():
+            if factors is not None:
+                factors = factors.repeat_interleave(_BLOCK)[: values.numel()]
+                values = (slots[f"qmap{name[-1]}"][values.flatten().long()] * factors).view(values.shape)
+            found[own] = values
+    return found
+
+
+def keep_precision_of_states(optimizer: Any) -> None:
+    """Let an optimizer of bitsandbytes load states as they are, not in its parameters' precision."""
+    if hasattr(optimizer, "non_castable_tensor_keys"):
+        optimizer.non_castable_tensor_keys |= _STATES
 
 
 def pack_states(optimizer: Optimizer) -> None:
@@ -54,6 +76,20 @@ def pack_states(optimizer: Optimizer) -> None:
         _pack_states_of_bitsandbytes(optimizer)
     elif type(optimizer).step.__module__.startswith("torchao.optim.") and hasattr(optimizer, "_new_buffer"):
         _pack_states_of_torchao(optimizer)
+
+
+def count_unlike_blocks(optimizer: Any) -> int:
+    """Return of how many parameters this rank's part has other blocks of states than the whole has in one process."""
+    of_bitsandbytes = hasattr(optimizer, "name2qmap") and optimizer.args.optim_bits == 8
+    if not of_bitsandbytes and not hasattr(optimizer, "_new_buffer"):
+        return 0
+    block, unlike = getattr(optimizer, "block_size", _BLOCK), 0
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)):
+        numbers, whole = get_stored(parameter).numel(), parameter.numel()
+        by_rows = all(placement.is_replicate() or placement.is_shard(0) for placement in parameter.placements)
+        alike = numbers == whole or by_rows and numbers >= _FEWEST and numbers % block == 0
+        unlike += whole >= _FEWEST and not alike
+    return unlike
 
 
 def holds_codes(tensor: torch.Tensor) -> bool:
@@ -92,15 +128,18 @@ def _pack_states_of_bitsandbytes(optimizer: Any) -> None:
         optimizer.init_state(optimizer.param_groups[number], part, number, index)
         fresh = optimizer.state.pop(part)
         for name, value in slots.items():
-            if name not in ("state1", "state2"):
+            own, _, place = name.partition(".")
+            if name not in _STATES:
                 fresh[name] = value
                 continue
-            local = get_stored(value).to(fresh[name].device)
-            if fresh[name].dtype == torch.uint8:
-                codes, fresh[f"absmax{name[-1]}"] = _encode_values(local, fresh[f"qmap{name[-1]}"])
-                fresh[name].copy_(codes)
-            else:
-                fresh[name].copy_(local)
+            kept, largest = fresh[own], fresh.get(f"absmax{own[-1]}")
+            if place:
+                kept, largest = kept[int(place)], None if largest is None else largest[int(place)]
+            values = get_stored(value).to(kept.device)
+            if largest is not None:
+                values, factors = _encode_values(values, fresh[f"qmap{own[-1]}"])
+                largest.copy_(factors)
+            kept.copy_(values)
         optimizer.state[parameter] = fresh
 
 

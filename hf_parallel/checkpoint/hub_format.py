@@ -144,11 +144,17 @@ Said = TypeVar("Said")
 
 
 def list_saved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return this rank's parameters; a tied one has the name under which it is saved."""
+    """Return this rank's parameters; a tied one has the name under which it is saved.
+
+    A parameter that the script has tied has its first name, as `named_parameters()` gives it.
+    """
     tied = _find_tied_parameters(model)
     found: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(tied.get(name, name), parameter)
+        if id(parameter) not in seen:
+            found.setdefault(tied.get(name, name), parameter)
+        seen.add(id(parameter))
     return found
 
 

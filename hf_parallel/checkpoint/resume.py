@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.ask.waiting import waiting
 from hf_parallel.axes.data.reach import find_reaches, reads_whole_tensors
-from hf_parallel.checkpoint.codes import decode_slots, holds_codes, pack_states
+from hf_parallel.checkpoint.codes import decode_slots, holds_codes, keep_precision_of_states, pack_states
 from hf_parallel.checkpoint.hub_format import (
     Group,
     gather_entries_of,
@@ -109,7 +109,7 @@ def refuse_unsavable_states(model: nn.Module, optimizer: torch.optim.Optimizer) 
     Raises:
         NotImplementedError: such as an object, or a tensor of another shape than the parameter's.
     """
-    if type(optimizer).__module__.partition(".")[0] not in ("torch", "transformers", "bitsandbytes", "torchao"):
+    if type(optimizer).__module__.partition(".")[0] not in ("torch", "transformers", "torchao"):
         read_state(model, optimizer)
 
 
@@ -389,5 +389,6 @@ def _set_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: Optimize
         else:  # no parameter of the group was saved: only learning rates are taken
             unknown = saved.groups[place] if alike else next(iter(saved.options.values()), {})
             group.update({key: decode_from_json(unknown[key]) for key in ("lr", "initial_lr") if key in unknown})
+    keep_precision_of_states(optimizer)
     optimizer.load_state_dict(packed)
     pack_states(optimizer)

@@ -102,6 +102,7 @@ def full_state_dict(
     """
     entries = [entry for entry in list_entries(model, mesh) if wanted is None or wanted(entry.name)]
     whole = dict(stream_tensors([Group((entry,), (entry,)) for entry in entries], model.state_dict(), mesh, limit=0))
+    whole |= {name: whole[first] for name, first in _find_ties_of_script(model).items() if first in whole}
     named = {name.replace(".base_layer.", "."): name for name in whole}
     for path, inner in model.named_modules():  # tied inside adapters: one memory, of which files take one name
         ties = vars(inner).get("_hf_parallel_tied_keys") or {}
@@ -116,8 +117,16 @@ def full_state_dict(
 def list_entries(model: nn.Module, mesh: ParallelMesh) -> list[Entry]:
     """List every tensor of the whole model, in its order, without tied and ignored names. Collective over stages."""
     skip = list_tied_names(model) | set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    skip |= {name for name, first in _find_ties_of_script(model).items() if first not in skip}
     state = model.state_dict()
     return gather_entries_of(model, mesh, {k: t for k, t in state.items() if k not in skip and torch.is_tensor(t)})
+
+
+def _find_ties_of_script(model: nn.Module) -> dict[str, str]:
+    """Return the names of parameters that have an earlier one, too, and that one."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(p)] for name, p in named if first.setdefault(id(p), name) != name}
 
 
 def _write_weights(
@@ -250,14 +259,14 @@ def load_weights(model: nn.Module, directory: str) -> set[str]:
         KeyError: a weight of the model is not in the folder.
         ValueError: a weight of the folder has another shape.
     """
-    tied = list_tied_names(model)
+    tied, first = list_tied_names(model), _find_ties_of_script(model)
     own = {key: tensor for key, tensor in model.state_dict().items() if torch.is_tensor(tensor)}
     found, useless = set(), set[str]()
     with contextlib.ExitStack() as stack:
         for key, tensor in convert_tensors(model, own, open_folder(directory, stack), useless):
             copy_part(model, key, own[key], tensor)
-            found.add(key)
-    missing = [key for key in own if key not in found and key not in tied]
+            found.add(first.get(key, key))
+    missing = [key for key in own if first.get(key, key) not in found and key not in tied]
     if missing:
         raise KeyError(f"{directory} has no {missing[0]}")
     return useless

@@ -79,10 +79,10 @@ _GRAPHS = "_hf_parallel_graphs"  # what keeps the graphs of the step that an opt
 
 
 def keep_compiled_steps_apart() -> None:
-    """Keep the graphs that torchao compiles for its steps for this rank. A second call changes nothing.
+    """Keep the graphs that torchao compiles for its steps by rank and optimizer. A second call changes nothing.
 
     torch 2.13 keeps them on disk by the shape of a whole DTensor: a rank would load the graph of another one whose
-    parts are larger, and fail.
+    parts are larger, or of states of another number of bits, and fail.
     """
     call_before_steps(_begin_compiled_step)
     call_after_steps(_end_compiled_step)
@@ -91,7 +91,8 @@ def keep_compiled_steps_apart() -> None:
 def _begin_compiled_step(optimizer: Optimizer, *_: object) -> None:
     if dist.is_initialized() and type(optimizer).step.__module__.startswith("torchao."):
         _end_compiled_step(optimizer)  # one that has failed
-        tag = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+        tag = f"rank {dist.get_rank()} of {dist.get_world_size()}, {type(optimizer).__name__}"
+        tag += f", blocks of {getattr(optimizer, 'block_size', None)}"
         vars(optimizer)[_GRAPHS] = patched = cast(Any, torch.compiler.config).patch(cache_key_tag=tag)
         patched.__enter__()
 

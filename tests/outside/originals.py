@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+from tests.outside.axolotl import AXOLOTL
 from tests.outside.cases import TRAINER, Case
 from tests.outside.chronos import CHRONOS
 from tests.outside.colpali import COLPALI
+from tests.outside.course import COURSE
 from tests.outside.diffusion import DIFFUSION
 from tests.outside.gliner import GLINER
 from tests.outside.inferring import INFERRING
@@ -12,6 +14,7 @@ from tests.outside.less import LESS
 from tests.outside.llama_factory import FACTORY
 from tests.outside.lmflow import LMFLOW
 from tests.outside.open_r1 import OPEN_R1
+from tests.outside.own_trainers import OWN_TRAINERS
 from tests.outside.peft_examples import PEFT
 from tests.outside.trl_examples import TRL_EXAMPLES
 from tests.outside.tuning import TUNING
@@ -664,5 +667,8 @@ ORIGINALS = {
     **TRL_EXAMPLES,
     **TUNING,
     **DIFFUSION,
+    **AXOLOTL,
+    **COURSE,
+    **OWN_TRAINERS,
     **OTHERS,
 }

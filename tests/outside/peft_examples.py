@@ -51,6 +51,25 @@ OF_TEXTS = {
     "peanut": "",
     "lily": "",
 }
+#: Columns, lengths and a metric that need no download.
+SEARCHED = (
+    ('dataset = load_dataset(args.dataset_name, revision="main")', "dataset = load_dataset(args.dataset_name)"),
+    ('examples["query"]', 'examples["sentence1"]'),
+    ('examples["product_title"]', 'examples["sentence2"]'),
+    ('examples["relevance_label"]', 'examples["label"]'),
+    ("max_length=70", "max_length=33"),
+    ("(step + 1) % 100 == 0", "True"),
+    ('metric = evaluate.load("roc_auc")', "scores = []"),
+    ("metric.add_batch(", "(lambda prediction_scores, references: scores.append(float(prediction_scores.sum())))("),
+    ("metric.compute()", "{'scores': sum(scores)}"),
+    ("lr=args.learning_rate)", "lr=args.learning_rate, eps=1e-3)"),
+)
+SEARCH = (
+    f"{EXAMPLES}/feature_extraction/peft_lora_embedding_semantic_search.py",
+    "--dataset_name ROOT/pairs --model_name_or_path ROOT/bert --output_dir OUT --per_device_train_batch_size ROWS "
+    "--per_device_eval_batch_size ROWS --learning_rate 1e-3 --num_train_epochs 2 --seed 1 --with_tracking "
+    "--lr_scheduler_type constant",
+)
 PEFT = {
     **{
         f"peft {name}": Case(
@@ -102,6 +121,32 @@ PEFT = {
             "unilora": "--merge_and_save true",
         }.items()
     },
+    "peft alora": Case(
+        f"{EXAMPLES}/alora_finetuning/alora_finetuning.py",
+        "--base_model ROOT/chatty --data_path ROOT/instructions --output_dir OUT --batch_size ROWS --lora_dropout 0 "
+        "--learning_rate 1e-2 --cutoff_len 65 --eval_step 1 --save_step 100 --device cpu "
+        "--invocation_string assistant",
+        edits=(
+            *STEPS,
+            ('["test"]', '["train"]'),
+            (
+                "        weight_decay=0.01,",
+                "        weight_decay=0.01, use_cpu=True, disable_tqdm=True, report_to='none',",
+            ),
+        ),
+    ),
+    "peft semantic_search": Case(SEARCH[0], f"{SEARCH[1]} --use_peft", edits=SEARCHED),
+    "peft semantic_search, whole model": Case(
+        *SEARCH,
+        edits=(
+            *SEARCHED,
+            (", state_dict=accelerator.get_state_dict(accelerator.unwrap_model(model))", ""),
+            (
+                "accelerator.unwrap_model(model).save_pretrained(",
+                "accelerator.unwrap_model(model).model.save_pretrained(",
+            ),
+        ),
+    ),
     "peft frod": Case(
         f"{EXAMPLES}/frod_finetuning/frod_text_classification.py",
         "--model_name_or_path ROOT/bert --dataset_name ROOT/pairs --output_dir OUT --per_device_train_batch_size ROWS "

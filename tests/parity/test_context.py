@@ -74,28 +74,32 @@ def test_a_loss_that_couples_tokens():
     check(*[("llama", "plain", f"cp=2,context_parallel={v}", False, {}) for v in ("ring", "ulysses")])
 
 
-def square_of_outputs(name: str, spec: str | None, of_padding: bool) -> float:
-    """The mean square of a backbone's outputs, which padding is left out of by a product, after its backward pass."""
+def square_of_outputs(name: str, spec: str | None, of_padding: bool, of_head: bool = False) -> float:
+    """The mean square of a backbone's outputs, or of logits, which padding is left out of by a product."""
     import hf_parallel
 
     model, given = models.build(name), batch("padded")
-    del given["labels"]
+    if not of_head:  # with labels each rank keeps logits of its tokens, until they are read
+        del given["labels"]
     if spec:
         hf_parallel.parallelize(model, spec)
-    outputs = model.base_model(**given).last_hidden_state
+    outputs = model(**given).logits if of_head else model.base_model(**given).last_hidden_state
     kept = torch.ones_like(outputs) if of_padding else given["attention_mask"][..., None].expand_as(outputs)
     loss = (outputs * kept).pow(2).sum() / kept.sum()
     loss.backward()
     return loss.item()
 
 
-@pytest.mark.parametrize("name", ["bert", "llama"])
-def test_a_loss_that_reads_padding(name):
-    """One process computes outputs at padding, as those of ColBERT's longer queries, and cp computes none."""
+@pytest.mark.parametrize(("name", "of_head"), [("bert", False), ("llama", False), ("llama", True)])
+def test_a_loss_that_reads_padding(name, of_head):
+    """One process computes outputs at padding, as those of ColBERT's longer queries, and cp computes none.
+
+    Logits at padding are read by a divergence to a teacher's, as guides of distillation have it.
+    """
     with pytest.raises(RankFailure, match=pattern_of_refusal("cp_size=2", 19, works="cp_size=1")):
-        run(square_of_outputs, 2, name, "cp=2", True)
-    assert run(square_of_outputs, 2, name, "cp=2", False) == pytest.approx(
-        [run_alone(square_of_outputs, name, None, False)] * 2
+        run(square_of_outputs, 2, name, "cp=2", True, of_head)
+    assert run(square_of_outputs, 2, name, "cp=2", False, of_head) == pytest.approx(
+        [run_alone(square_of_outputs, name, None, False, of_head)] * 2
     )
 
 

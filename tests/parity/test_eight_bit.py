@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.distributed import run, run_alone
+from tests.refusals import find_line
 from tests.resuming import ONE, STEPS, STOP, log_differences, trained
 from tests.training import none, spec_id
 
@@ -33,6 +35,13 @@ def job(runs, out, **more):
 @pytest.mark.parametrize("spec", ["tp=2", "dp_shard=2", "pp=2,dp_shard=2"])
 def test_trains_as_one_process_does(ended, spec):
     none(log_differences(ended(spec), ended(ONE), range(1, STEPS + 1), ROUNDING))
+
+
+@pytest.mark.parametrize(("spec", "tells"), [("tp=2", True), ("pp=2", False)])
+def test_tells_of_blocks_that_lie_elsewhere(runs, tmp_path, capfd, spec, tells):
+    """A stage has whole parameters."""
+    trained(spec, job(runs, tmp_path))
+    assert bool(find_line(capfd.readouterr().err, "AdamW keeps states of few bits in blocks", "adamw_torch")) is tells
 
 
 @pytest.mark.parametrize(
@@ -70,6 +79,42 @@ def test_torchao(runs, tmp_path, optim, source, spec):
     none(log_differences(former, alone, range(1, STEPS + 1), ROUNDINGS[optim]))
     given = job(runs, tmp_path / "resumed", optim=optim, resume=f"{former.folder}/checkpoint-{STOP}")
     none(log_differences(trained(spec, given)[0], former, REST, 1e-6 if source == spec else ROUNDINGS[optim]))
+
+
+def test_graphs_of_other_bits_are_not_taken(tmp_path):
+    """Both optimizers step on weights of one shape, one after the other, with the same folder of compiled graphs."""
+    torchao = pytest.importorskip("torchao.optim")
+
+    def moved(spec, kinds):
+        import hf_parallel
+
+        torch.manual_seed(0)
+        linear = torch.nn.Linear(64, 129, bias=False)  # 65 and 64 rows: the second part is of 4096 numbers
+        if spec is not None:
+            hf_parallel.parallelize(linear, spec)
+        for kind in kinds:
+            optimizer = getattr(torchao, kind)(linear.parameters(), lr=0.1, block_size=64)
+            linear(torch.ones(3, 64)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return float(linear(torch.ones(1, 64)).detach().square().sum())
+
+    kinds, env = ("AdamW4bit", "AdamW8bit", "AdamWFp8"), {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    alone = run_alone(moved, None, kinds)
+    for ours in run(moved, 2, "dp_shard=2", kinds, env=env):
+        assert ours == pytest.approx(alone, rel=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("optim", "source", "spec"),
+    [("ademamix", "dp_shard=2", "tp=2"), ("ademamix", ONE, "dp_shard=2"), ("ademamix_8bit", "tp=2", "tp=2")],
+    ids=str,
+)
+def test_two_means_in_one_state(runs, tmp_path, optim, source, spec):
+    """AdEMAMix keeps a fast and a slow mean in one tensor; both are in checkpoints, by name."""
+    former = trained(source, job(runs, tmp_path / "former", optim=optim))[0]
+    given = job(runs, tmp_path / "resumed", optim=optim, resume=f"{former.folder}/checkpoint-{STOP}")
+    none(log_differences(trained(spec, given)[0], former, REST, 2e-5))
 
 
 @pytest.mark.parametrize("signed", [True, False])

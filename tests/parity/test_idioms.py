@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
@@ -29,8 +30,18 @@ from transformers.pytorch_utils import Conv1D
 import hf_parallel
 from tests import models
 from tests.distributed import run, run_alone, run_alone_once
-from tests.rows import Rows
-from tests.training import activate, axes, close, fit, none, tensor_differences, trainer_of
+from tests.rows import Pairs, Rows
+from tests.training import (
+    activate,
+    axes,
+    check_numbers,
+    close,
+    fit,
+    none,
+    tensor_differences,
+    trainer_of,
+    weight_differences,
+)
 
 SPECS = ("dp_shard=2", "tp=2", "pp=2", "tp=2,pp=2", "tp=2,dp_shard=2")
 ODD = {"llama": {"num_hidden_layers": 7}, "qwen3": {"num_hidden_layers": 7}, "gpt2": {"n_layer": 7}}
@@ -181,6 +192,60 @@ def resize_and_step(folder, rows, spec=None):
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     after = {name: tensor.clone() for name, tensor in hf_parallel.full_state_dict(model).items()}
     return {**found, "logits": outputs.logits.shape, "after": after, "next": torch.rand(1).item()}
+
+
+def tie_and_train(folder, out, spec=None, resume=None):
+    """Resize the vocabulary of a T5 whose stacks have embeddings of their own: then they share one."""
+    ranks = activate(spec)
+    torch.manual_seed(7)
+    config = AutoConfig.from_pretrained(folder)
+    config.tie_word_embeddings = False
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    model.resize_token_embeddings(519)
+    settings = {
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "optim": "adamw_torch",
+        "adam_epsilon": 1e-3,
+    }
+    trainer, recorder = trainer_of(model, out, ranks, settings, train_dataset=Pairs(22, 11, length=33))
+    trainer.train(resume_from_checkpoint=resume)
+    return [log["loss"] for log in recorder.logs], hf_parallel.full_state_dict(model)
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2"])
+def test_weights_that_a_script_has_tied_are_saved_once(runs, tmp_path, spec):
+    """Files, and moments, have one name for them, as in one process; another layout goes on from there."""
+    folder, alone, ours = runs.initial("t5"), str(tmp_path / "alone"), str(tmp_path / "ours")
+    losses, state = run_alone(tie_and_train, folder, alone)
+    seen, whole = run(tie_and_train, 2, folder, ours, spec, init=False)[0]
+    none(tensor_differences("weight", whole, state, 1e-5))
+    none(weight_differences(f"{ours}/checkpoint-2", f"{alone}/checkpoint-2", 1e-5))
+    for source, layout in ((ours, "dp_replicate=2"), (alone, spec)):
+        given = folder, str(tmp_path / layout), layout, f"{source}/checkpoint-2"
+        rest, _ = run(tie_and_train, 2, *given, init=False)[0]
+        check_numbers([rest], losses[2:])
+    check_numbers([seen], losses)
+
+
+def clip_one_by_one(folder, spec=None):
+    """Norms of gradients that are clipped parameter by parameter, and what is left of them."""
+    model = load(folder, spec)
+    model(**Rows(4, 11, even=True, length=33)[:4]).loss.backward()
+    once = {name: float(torch.nn.utils.clip_grad_norm_(p, 0.01)) for name, p in model.named_parameters()}
+    left = {name: float(torch.nn.utils.clip_grad_norm_(p, 1.0)) for name, p in model.named_parameters()}
+    return {name: (norm, left[name]) for name, norm in once.items()}
+
+
+@pytest.mark.parametrize("spec", ["pp=2", "tp=2", "dp_shard=2"])
+def test_clips_each_parameter_by_its_own_norm(initial, spec):
+    """Stages have unlike parameters, so none waits for another."""
+    expected = run_alone_once(clip_one_by_one, initial["llama"])
+    ranks = run(clip_one_by_one, axes(spec)["world"], initial["llama"], spec, init=False)
+    assert set().union(*ranks) == set(expected)
+    for name, norms in ((name, norms) for found in ranks for name, norms in found.items()):
+        none([line for pair in zip(norms, expected[name], strict=True) for line in close(name, *pair, 1e-5)])
 
 
 @pytest.mark.parametrize("rows", [ROWS + 7, ROWS - 6])

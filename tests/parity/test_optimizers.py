@@ -5,6 +5,7 @@ foreach is what CUDA takes by default; a tensor-parallel model has DTensors besi
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 from transformers import Adafactor
@@ -223,8 +224,10 @@ def test_a_step_on_whole_tensors_that_fails(kind):
     ("kind", "why"),
     [
         (others.LikeProdigy, "several tensors"),
+        (others.ByPlaceApart, "several tensors"),
         (others.Draws, "random numbers"),
         (others.LikeApollo, "place"),
+        (optim.LBFGS, "directions"),
         (others.Around, None),
         (others.LikeLamb, None),
     ],
@@ -245,6 +248,34 @@ def test_under_pp_what_reads_several_parameters(kind, why):
         return
     with pytest.raises(RankFailure, match=f"{kind.__name__} under pp=2.*{why}.*adamw_torch works"):
         run(step, 2)
+
+
+def loop_with_states_before(spec, taken=False):
+    """Losses of a loop whose Adagrad, with sums from the start, is made before the model is parallel."""
+    activate(spec)
+    model = models.build("llama", **SHAPE | {"num_hidden_layers": 2})
+    optimizer = optim.Adagrad(model.parameters(), lr=0.05, initial_accumulator_value=0.1)
+    rows = Rows(BATCH, 11, even=True, length=33)[:BATCH]
+    if taken:
+        for sums in optimizer.state.values():
+            sums["sum"].flatten()[1:] += 1.0
+    model, optimizer = Accelerator(cpu=True).prepare(model, optimizer)
+    seen = []
+    for _ in range(STEPS):
+        loss = model(**rows).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen
+
+
+@over("library", "pp=2", "dp_shard=2", "tp=2")
+def test_states_from_before_the_first_step(spec):
+    """They are moved to the parameters of the parallel model; what steps have written is not."""
+    check_numbers(run(loop_with_states_before, 2, spec, init=False), run_alone_once(loop_with_states_before, None))
+    with pytest.raises(RankFailure, match="took steps before"):
+        run(loop_with_states_before, 2, spec, True, init=False)
 
 
 @over("library", "dp_shard=2", "tp=2,dp_shard=2")

@@ -11,8 +11,9 @@ from hf_parallel.hooks import report
 from hf_parallel.ranks import desync
 from tests import models
 from tests.distributed import run, run_alone
+from tests.refusals import find_line
 from tests.rows import VOCABULARY, Rows
-from tests.training import Outcome, Recorder, activate, arguments_of, check_numbers, fit, trainer_of
+from tests.training import Outcome, Recorder, activate, arguments_of, check_numbers, fit, make_trainer, trainer_of
 
 
 class MeanLoss(Trainer):
@@ -31,6 +32,15 @@ class ModelsLoss(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**inputs)
         return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+
+class CountedLoss(ModelsLoss):
+    """Counts the tokens of all processes, as Axolotl does for its logs."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce((inputs["labels"] != -100).sum())
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
 
 class ChunkedLoss(Trainer):
@@ -308,3 +318,10 @@ WAYS = ("method", "around", "partial", "class", "class, late", "step of a predic
 @pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "pp=2"])
 def test_assigned_losses(runs, way, spec):
     runs.compare(assigned, spec, way)
+
+
+@pytest.mark.parametrize(("spec", "words"), [("dp_shard=2", None), ("tp=2", ("2", "1")), ("pp=2", ("pp_size", "2"))])
+def test_tells_of_sums_over_processes_that_share_batches(tmp_path, capfd, spec, words):
+    """Under tp both ranks have the batch; under pp the last stage would wait for the other."""
+    run(make_trainer, 2, spec, str(tmp_path), CountedLoss, {}, {}, init=False)
+    assert bool(find_line(capfd.readouterr().err, "CountedLoss.compute_loss", *words or ())) is (words is not None)

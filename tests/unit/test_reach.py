@@ -36,6 +36,7 @@ def parameters(*shapes):
         (others.ByPlace, Reach.ALL),
         (others.Draws, Reach.RANDOM),
         (others.KeptByTensor, Reach.UNKNOWN),
+        (others.ByPlaceApart, Reach.APART),
         (others.Around, Reach.UNKNOWN),
         (optim.LBFGS, Reach.UNKNOWN),
     ],

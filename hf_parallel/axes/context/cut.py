@@ -165,8 +165,7 @@ class SequenceCut:
         batch = bind_arguments_of(names, args, kwargs, model)
         if isinstance(output, dict) and dict.get(output, "logits") is not None and self._loss_is_own(model, batch):
             layout = self._find_layout(batch)
-            group = self.group
-            whole_when_read(output, "logits", lambda logits: join(logits, layout, group))
+            whole_when_read(output, "logits", lambda logits: self._join_and_look(logits, layout))
 
     # ---- around the backbone -------------------------------------------------------------------------------------
 
@@ -264,9 +263,9 @@ class SequenceCut:
             output[key] = whole(value)
         return output
 
-    def _join_and_look(self, hidden: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Join hidden states, of which a loss may not read those at padding."""
-        joined = join(hidden, layout, self.group)
+    def _join_and_look(self, outputs: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Join hidden states or logits, of which a loss may not read those at padding."""
+        joined = join(outputs, layout, self.group)
         if joined.requires_grad and self._looked_at < _LOOKED_AT and layout.padding is not None:
             self._looked_at += 1
             joined.register_hook(functools.partial(self._refuse_gradient_at, layout.padding.to(joined.device)))
@@ -277,7 +276,8 @@ class SequenceCut:
 
         What multiplies a gradient that is not finite by a mask makes NaN of it, so such gradients tell nothing.
         """
-        read = (gradient[padding].nan_to_num(0, 0, 0) != 0).sum(-1).count_nonzero()
+        largest = torch.linalg.vector_norm(gradient, float("inf"), dim=-1)  # without a copy of the size of logits
+        read = largest[padding].nan_to_num(0, 0, 0).count_nonzero()
         if read:
             raise ValueError(
                 f"hf_parallel: cp_size={self.group.size()}: the loss reads outputs of {int(read)} tokens that "

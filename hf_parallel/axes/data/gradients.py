@@ -232,11 +232,13 @@ def clip_grad_norm(
     mesh: ParallelMesh,
     norm_type: float = 2.0,
     copies: Collection[int] = (),
+    of_stage: bool = False,
 ) -> torch.Tensor:
     """Scale gradients so that their joint norm is at most `max_norm`. Collective over one model's ranks.
 
     Args:
         copies: ids of parameters that another stage counts (the second copy of a tied embedding).
+        of_stage: the norm is of parameters of this stage alone.
 
     Returns:
         The norm before clipping, a scalar equal on all ranks.
@@ -264,7 +266,7 @@ def clip_grad_norm(
         over_axis.copy_(cut)
     total = powers.max() if infinite else powers.sum()
     for mesh_axis in mesh.config.mesh_axes:
-        if mesh_axis.layers and mesh.size(mesh_axis.name) > 1:
+        if mesh_axis.layers and not of_stage and mesh.size(mesh_axis.name) > 1:
             dist.all_reduce(total, op=combine, group=mesh.group(mesh_axis.name))
     total = total if infinite else total ** (1.0 / norm_type)
     if max_norm != math.inf:

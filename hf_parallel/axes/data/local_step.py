@@ -43,7 +43,7 @@ def _begin_local_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[
     if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
         return None
     kind, reaches = type(optimizer).__name__, find_reaches(optimizer)
-    if kind == "LBFGS":
+    if isinstance(optimizer, torch.optim.LBFGS):
         refuse(kind, "it needs whole tensors, of which ranks hold parts", "AdamW")
     held = vars(optimizer)[_HELD] = OnLocalParts(optimizer, states_too=True, reaches=reaches)
     held.begin()

@@ -40,6 +40,7 @@ class Reach(enum.Enum):
     NUMBERS = "each number by itself"
     TENSORS = "one tensor at a time"
     ALL = "several tensors together"
+    APART = "several tensors together, with states in a place of its own"
     RANDOM = "random numbers"
     OWN = "parts or DTensors, in a way of its own"
     UNKNOWN = "unknown, as it cannot be tried"
@@ -133,8 +134,8 @@ def _try(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> R
 
     if not is_alike(_Trial(optimizer, group, tasks).run()):
         return Reach.RANDOM
-    if not is_alike(_Trial(optimizer, group, tasks).run(renew=True)):
-        return Reach.UNKNOWN  # it keeps states in a place of its own
+    if not is_alike(_Trial(optimizer, group, tasks).run(renew=True)):  # it keeps states in a place of its own
+        return Reach.UNKNOWN if is_alike(_Trial(optimizer, group, tasks).run(one_by_one=True)) else Reach.APART
     if not is_alike(_Trial(optimizer, group, tasks).run(renew=True, one_by_one=True)):
         return Reach.ALL
     halves = zip(*(task.cut() for task in tasks), strict=True)
@@ -284,7 +285,8 @@ def set_settings(optimizer: Optimizer, settings: list[dict[str, Any]]) -> None:
     """Set the options and counts that `read_settings` returned, and forget those that there were not."""
     for own, former in zip(_list_settings(optimizer), settings, strict=True):
         for name in [name for name, value in own.items() if _is_setting(name, value) and name not in former]:
-            del own[name]
+            if _has_copy(own[name]):  # others are states that it keeps there
+                del own[name]
         own.update({name: _copy_if_setting(value) for name, value in former.items()})
 
 
@@ -323,7 +325,12 @@ def copy_setting(value: Any) -> Any:
 
 
 def _copy_if_setting(value: Any) -> Any:
+    return copy_setting(value) if _has_copy(value) else value  # a script may leave anything there
+
+
+def _has_copy(value: Any) -> bool:
     try:
-        return copy_setting(value)
-    except TypeError:  # a script may leave anything there
-        return value
+        copy_setting(value)
+    except TypeError:
+        return False
+    return True

@@ -30,6 +30,7 @@ from hf_parallel.axes.data.parameters import add_late_parameters
 from hf_parallel.axes.pipeline.batches import count_causal_targets
 from hf_parallel.axes.tensor.axis import TENSOR
 from hf_parallel.checkpoint import full_state_dict
+from hf_parallel.checkpoint.codes import count_unlike_blocks
 from hf_parallel.hooks import bitsandbytes, hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate import loop_losses
 from hf_parallel.hooks.accelerate.paired_losses import PairedLoss
@@ -175,6 +176,11 @@ def prepare(original: Callable, self: Accelerator, *args: object, **kwargs: obje
                 'of them is not the model\'s; hf_parallel.clip_grad_norm(model, float("inf")) is (docs/idioms.md)'
             )
         follow_parameters(optimizer)
+        if unlike := count_unlike_blocks(inner):
+            report.say(
+                f"{kind.__name__} keeps states of few bits in blocks, which begin anew in each rank's part of "
+                f"{unlike} parameters: they round otherwise than in one process; adamw_torch does not round"
+            )
         host_step.check_host_optimizer(inner)
         monitoring.follow_steps(inner)
     return original(self, *args, **kwargs)
@@ -201,8 +207,11 @@ def make_parallel(model: nn.Module) -> None:
 
 
 def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Replace an optimizer's parameters by those of the parallel model; leave out those of other stages."""
-    inner, replaced = getattr(optimizer, "optimizer", optimizer), False
+    """Replace an optimizer's parameters by those of the parallel model; leave out those of other stages.
+
+    States that it made before any step, such as Adagrad's sums, are made for the new ones.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
     held: dict[nn.Module, dict[str, nn.Parameter]] = {}  # each model's parameters by name, listed once
     for group in inner.param_groups:
         kept = []
@@ -210,15 +219,29 @@ def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
             current = parameter
             if parameter in former_parameters:
                 reference, name = former_parameters[parameter]
-                model, replaced = reference(), True
+                model = reference()
                 if model not in held:
                     held[model] = dict(model.named_parameters())
                 current = held[model].get(name)
+                _move_first_states(inner, parameter, current)
             if current is not None:
                 kept.append(current)
         group["params"] = kept
-    if replaced and inner.state:
-        refuse("prepare()", "the optimizer took steps before", do="prepare model and optimizer first")
+
+
+def _move_first_states(optimizer: torch.optim.Optimizer, former: torch.Tensor, current: torch.Tensor | None) -> None:
+    """Give a parameter's states to the one in its place, if no step has written to them: each tensor is one number."""
+    slots = optimizer.state.pop(former, {})
+    tensors = {name: value for name, value in slots.items() if torch.is_tensor(value) and value.ndim}
+    made = {}
+    for name, value in tensors.items():
+        first = value.flatten()[:1]
+        if value.shape != former.shape or bool((value != first).any()):
+            refuse("prepare()", "the optimizer took steps before", do="prepare model and optimizer first")
+        if current is not None:
+            made[name] = torch.full_like(current.detach(), first.sum().item(), dtype=value.dtype)
+    if current is not None and slots:
+        optimizer.state[current] = {**slots, **made}
 
 
 def normalise_over_data_ranks(model: nn.Module) -> None:
@@ -437,7 +460,7 @@ def clip_grad_norm_(
     norm_type: float = 2,
 ) -> torch.Tensor:
     """Clip gradients by their norm over all stages and shards of the model; return the norm."""
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    parameters = parameters if isinstance(parameters, torch.Tensor) else list(parameters)
     states = [state for state in map(runtime.find_parallel_state, self._models) if state is not None]
     if not states:
         return original(self, parameters, max_norm, norm_type)

@@ -305,9 +305,27 @@ def does_know_processes(trainer: Trainer) -> bool:
 
     By the names in its code: the count that it is given depends on the answer, so no run of it can tell before.
     """
+    return not _PROCESSES.isdisjoint(_find_names_in_loss(trainer))
+
+
+def tell_of_sums_over_processes(trainer: Trainer) -> None:
+    """Print a line if the script's `compute_loss` sums over all processes, some of which have the same examples."""
+    mesh = runtime.mesh()
+    processes, stages = mesh.config.world_size, mesh.size("pp")
+    if processes == mesh.data_size or "all_reduce" not in _find_names_in_loss(trainer):
+        return
+    line = f"{type(trainer).__name__}.compute_loss calls all_reduce: over all {processes} processes it counts "
+    line += f"each of {mesh.data_size} different batches {processes // mesh.data_size} times"
+    if stages > 1:
+        line += f", and waits for ever under pp_size={stages}, where the last stage alone computes the loss"
+    report.say(f"{line}; trainer.accelerator.gather(x).sum() after the step counts each once")
+
+
+def _find_names_in_loss(trainer: Trainer) -> set[str]:
+    """Return the names that the code of the script's own `compute_loss` reads."""
     from transformers import Trainer
 
-    classes = type(trainer).__mro__
+    classes, found = type(trainer).__mro__, set[str]()
     last = classes.index(Trainer) + (vars(Trainer)["compute_loss"].__module__ != Trainer.__module__)
     overrides = (vars(cls).get("compute_loss") for cls in classes[:last])
     for function in filter(None, overrides):  # a function, method, partial or callable object
@@ -317,6 +335,5 @@ def does_know_processes(trainer: Trainer) -> bool:
             function = function.func if partial else function.__wrapped__
         function = getattr(function, "__func__", function)
         code = getattr(function if hasattr(function, "__code__") else type(function).__call__, "__code__", None)
-        if code is not None and _PROCESSES & set(code.co_names):
-            return True
-    return False
+        found.update(() if code is None else code.co_names)
+    return found

@@ -35,6 +35,7 @@ from hf_parallel.hooks.trainer import (
     fill_steps,
     joint_steps,
     losses,
+    means,
     rows,
     token_budget,
 )
@@ -227,6 +228,7 @@ def init(
     token_budget.check_trainer_for_joining(self)
     check_shared_examples(self)
     losses.prepare_own_loss(self)
+    means.tell_of_sums_over_processes(self)
     delayed_steps.check_trainer_for_delay(self)
     fill_steps.check_trainer_for_fill(self)
     joint_steps.check_mirrored_trainer(self)
