@@ -205,10 +205,13 @@ def follow_autocast(root: nn.Module, device: torch.device) -> None:
     What has been settled by `compute_in` holds instead: accelerate enters autocast inside the model's forward.
     """
 
-    root.register_forward_pre_hook(
-        lambda module, args: change(module, getattr(module, _SETTLED, None) or get_autocast_dtype(device)),
-        prepend=True,  # before FSDP2's own, which gathers
-    )
+    # Before FSDP2's own hook, which gathers.
+    root.register_forward_pre_hook(lambda module, args: follow_dtype_now(module, device), prepend=True)
+
+
+def follow_dtype_now(root: nn.Module, device: torch.device) -> None:
+    """Let the next gathers of `root` be in the dtype that is settled, or else in that of autocast here and now."""
+    change(root, getattr(root, _SETTLED, None) or get_autocast_dtype(device))
 
 
 def compute_in(root: nn.Module, dtype: torch.dtype) -> None:
