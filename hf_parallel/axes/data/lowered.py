@@ -35,7 +35,7 @@ from hf_parallel.axes.data.units import (
     iterate_sharded_modules,
 )
 from hf_parallel.axes.eight_bit import recipe_of
-from hf_parallel.ranks.local import get_autocast_dtype
+from hf_parallel.ranks.local import get_autocast_dtype, note_source
 from hf_parallel.ranks.steps import call_after_steps
 
 _users: weakref.WeakSet[Lowered] = weakref.WeakSet()
@@ -154,6 +154,7 @@ class Lowered:
             if former != now:
                 with torch.inference_mode(False), torch.enable_grad():  # evaluation's copy is a training step's, too
                     copy = weight.to(dtype)
+                note_source(copy, weight)
                 if copy.requires_grad:
                     copy.register_hook(self._use)
                 self._copies[weight] = now, copy
