@@ -14,7 +14,7 @@ class CountCollectives(TorchDispatchMode):
     """`counts`: how often each kind of collective ran inside, whichever way it was called.
 
     `sent`: the bytes this rank sends if all of them run over rings among all ranks.
-    `whole`: the bytes of what is gathered or reduced, by kind.
+    `whole`: the bytes of what is gathered or reduced, by kind. `largest`: those of the largest gathered tensor.
     """
 
     KINDS = {"all_reduce": "reduce", "allreduce": "reduce", "all_gather": "gather", "allgather": "gather"}
@@ -25,6 +25,7 @@ class CountCollectives(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
         self.sent = 0.0
         self.whole: Counter[str] = Counter()
+        self.largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if DTensor in types:
@@ -37,6 +38,8 @@ class CountCollectives(TorchDispatchMode):
                 self.counts[kind] += 1
                 self.sent += _sent(kind, (args, result))
                 self.whole[kind] += _largest((args, result))
+                if kind == "gather":
+                    self.largest = max(self.largest, _largest((args, result)))
         return result
 
 

@@ -21,6 +21,7 @@ from hf_parallel.apply.kernels import INNER_FORWARD, place_kernels
 from hf_parallel.apply.weights import remember_model, resize_token_embeddings
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import get_first_line, refuse
+from hf_parallel.axes.data.gathered_once import keep_gathered
 from hf_parallel.axes.data.lowered import drop_copies
 from hf_parallel.axes.data.parameters import forget_holders, make_identical
 from hf_parallel.axes.data.units import (
@@ -30,7 +31,7 @@ from hf_parallel.axes.data.units import (
     iterate_parameter_groups,
     iterate_sharded_modules,
 )
-from hf_parallel.axes.data.zero import forget_root, shard_data_parallel
+from hf_parallel.axes.data.zero import forget_root, separate_dtypes_at_first, shard_data_parallel
 from hf_parallel.checkpoint import full_state_dict, join_current_save, save_pretrained_model, slices
 from hf_parallel.checkpoint.hub_format import list_tied_names
 from hf_parallel.checkpoint.weights import copy_part
@@ -78,9 +79,10 @@ def replace_methods(
     if hasattr(model, "set_use_kernels"):
         bind(model, "set_use_kernels", _set_use_kernels)
     if "generate" in vars(model):
-        bind(model, "generate", vars(model)["generate"].__func__)  # FSDP2's, whose signature lacks an argument
+        own_method = vars(model)["generate"].__func__  # FSDP2's, whose signature lacks an argument
+        bind(model, "generate", functools.partial(_generate_from_gathered, mesh, own_method))
     if pipeline is not None and hasattr(model, "generate"):
-        bind(model, "generate", functools.partial(_generate_without_cache, mesh))
+        bind(model, "generate", functools.partial(_generate_without_cache, pipeline))
     number = share_calls_of_rank_0(model, mesh.device)
     if number is not None and hasattr(model, "generate"):
         own: Any = model.generate
@@ -242,8 +244,18 @@ def _prepare_together(
     return kind.prepare_inputs_for_generation(model, input_ids, *args, **kwargs)
 
 
-def _generate_without_cache(mesh: ParallelMesh, model: PreTrainedModel, *args: Any, **kwargs: Any) -> object:
+def _generate_from_gathered(
+    mesh: ParallelMesh, own: Callable, model: PreTrainedModel, *args: Any, **kwargs: Any
+) -> object:
+    """Generate with weights that are gathered once, where there is room for them."""
+    separate_dtypes_at_first(model)
+    with keep_gathered(model, mesh):
+        return own(model, *args, **kwargs)
+
+
+def _generate_without_cache(pipeline: PipelineEngine, model: PreTrainedModel, *args: Any, **kwargs: Any) -> object:
     """Generate through a pipeline: every token runs the whole sequence, as stages keep no key/value cache."""
+    mesh = pipeline.mesh
     if has_cache(kwargs) or kwargs.get("use_cache"):
         raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; leave use_cache out")
     if mesh.data_size > 1:
@@ -255,8 +267,10 @@ def _generate_without_cache(mesh: ParallelMesh, model: PreTrainedModel, *args: A
             shared = messages.send_from_one(functools.partial(copy.copy, shared), mesh.group(axis))
     mesh.set_random_state(shared)
     try:
-        return type(model).generate(model, *args, **{**kwargs, "use_cache": False})
+        with keep_gathered(pipeline.stages, mesh) as pipeline.keeps_gathered:
+            return type(model).generate(model, *args, **{**kwargs, "use_cache": False})
     finally:
+        pipeline.keeps_gathered = False
         if any(not torch.equal(a, b) for a, b in zip(own, shared, strict=True) if a is not None and b is not None):
             mesh.set_random_state(own)  # dropout in other layers has drawn other numbers; else all go on alike
 

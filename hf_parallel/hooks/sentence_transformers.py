@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.data.gradients import end_last_micro_batch
 from hf_parallel.axes.data.parameters import make_identical
 from hf_parallel.hooks import report, runtime
+from hf_parallel.hooks.accelerate.accelerator import defer_reduction
 from hf_parallel.hooks.accelerate.paired_losses import (
     ExamplesOfRanks,
     OfAllRanks,
@@ -26,6 +28,7 @@ from hf_parallel.hooks.accelerate.paired_losses import (
 )
 from hf_parallel.hooks.patching import patch, read_library_version
 from hf_parallel.hooks.trainer.means import correct_mean
+from hf_parallel.model.calls import bind_by_name
 from hf_parallel.ranks import gather_sequence
 from hf_parallel.ranks.messages import gather_objects
 
@@ -293,6 +296,26 @@ def all_gather(original: Callable, tensor: torch.Tensor, with_grad: bool = False
         rows = rows.detach()
         rows[mesh.data_rank * len(tensor) :][: len(tensor)] = tensor
     return rows
+
+
+# ---- Cached losses (Gao et al., 2021), which compute the backward pass of a batch in mini-batches -------------------
+
+
+@patch("sentence_transformers.base.losses.gradcache:_ddp_replay_context", "knows DDP alone")
+@contextlib.contextmanager
+def replay_mini_batch(original: Callable, model: nn.Module, synchronize: bool) -> Iterator[None]:
+    """Reduce gradients with the last mini-batch, where `zero_stage` lets ranks hold whole ones until then."""
+    with original(model, synchronize), contextlib.nullcontext() if synchronize else defer_reduction(model):
+        yield
+
+
+@patch("sentence_transformers.base.losses.gradcache:_backward_hook", "knows DDP alone", copies=True)
+def replay_mini_batches(original: Callable, *args: object, **kwargs: object) -> None:
+    """End the step also where the last mini-batch is one of frozen weights, such as a document encoder's."""
+    original(*args, **kwargs)
+    state = runtime.find_parallel_state(bind_by_name(original, args, kwargs)["loss_obj"].model)
+    for each in [] if state is None else [state, *(part._hf_parallel for part in state.parts)]:
+        end_last_micro_batch(each.root)
 
 
 # ---- setfit, which trains a head in a loop of its own ---------------------------------------------------------------

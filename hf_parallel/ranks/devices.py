@@ -48,6 +48,20 @@ def measure_device_memory(device: torch.device) -> float:
     return whole / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def measure_free_memory(device: torch.device) -> float:
+    """Bytes that this process could still allocate; of processors, its part of what the machine has left."""
+    if device.type != "cpu":
+        module = torch.get_device_module(device.type)
+        cached = module.memory_reserved(device) - module.memory_allocated(device)  # by torch, for later
+        return float(module.mem_get_info(device)[0] + cached)
+    try:
+        with open("/proc/meminfo") as file:
+            kibibytes = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):  # not on Linux
+        return measure_device_memory(device) / 2
+    return kibibytes * 1024 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def find_memory_obstacle(size: int) -> str | None:
     """Return why blocks of `size` neighbouring ranks of this machine cannot reach each other's memory, or None.
 

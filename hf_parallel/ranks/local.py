@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -137,6 +138,20 @@ def cast_as_autocast(tensor: torch.Tensor) -> torch.Tensor:
     """Cast a tensor as autocast casts an argument of F.linear, or of attention."""
     dtype = get_autocast_dtype(tensor.device)
     return tensor if dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype)
+
+
+_LOWERED_FROM = "_hf_parallel_lowered_from"
+
+
+def note_source(lowered: torch.Tensor, source: torch.Tensor) -> None:
+    """Note that a tensor is `source` in autocast's dtype, and stands in its place."""
+    setattr(lowered, _LOWERED_FROM, weakref.ref(source))
+
+
+def is_lowered_from(tensor: torch.Tensor, source: torch.Tensor) -> bool:
+    """Return whether a tensor is `source` in autocast's dtype."""
+    found: weakref.ref[torch.Tensor] | None = getattr(tensor, _LOWERED_FROM, None)
+    return found is not None and found() is source
 
 
 def switch_autocast_off(device: str) -> contextlib.AbstractContextManager:

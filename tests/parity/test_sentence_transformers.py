@@ -16,9 +16,10 @@ from sentence_transformers import (
     SentenceTransformerTrainingArguments,
     losses,
 )
-from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
+from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Router, Transformer
 from transformers.integrations import peft as integration
 
+from tests.counting import CountCollectives
 from tests.distributed import RankFailure, run, run_alone
 from tests.outside import materials
 from tests.training import (
@@ -164,3 +165,42 @@ def test_weights_of_a_loss_are_refused(folder, tmp_path):
 def test_a_loss_that_cannot_be_gathered_is_refused(folder, tmp_path, loss, name):
     with pytest.raises(RankFailure, match=rf"{name}: .* 2 data ranks .*tp=2 works"):
         run(train, 2, "dp_shard=2", str(tmp_path), folder, loss, init=False)
+
+
+# ---- Cached losses compute the backward pass of a batch in mini-batches ------------------------------------------
+
+
+def towers(spec: str | None, out: str, folder: str, frozen: str, steps: int) -> Outcome:
+    """A loss over mini-batches of three, by an encoder of questions and one of documents, one of which is frozen."""
+    data_ranks = activate(spec)
+    torch.manual_seed(3)
+    encoders = [[Transformer(folder), Pooling(32), Dense(32, 11)] for _ in range(2)]
+    model = SentenceTransformer(modules=[Router.for_query_document(*encoders)])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(f"sub_modules.{frozen}" not in name)
+    columns = {"first": sentences(0), "second": sentences(5)}
+    settings = {
+        **{"gradient_accumulation_steps": steps, "dataloader_drop_last": True, "learning_rate": 5e-2, "seed": 42},
+        "router_mapping": {"first": "query", "second": "document"},
+    }
+    arguments = arguments_of(out, data_ranks * steps, SentenceTransformerTrainingArguments, **settings)
+    loss = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=3)
+    options = {"train_dataset": Dataset.from_dict(columns), "loss": loss}
+    counted = CountCollectives()
+    trainer, recorder = trainer_of(model, out, settings=arguments, kind=SentenceTransformerTrainer, **options)
+    with counted:
+        outcome = fit(trainer, recorder)
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    outcome.more = (counted.whole["reduce"] + counted.whole["scatter"]) / trained / trainer.state.global_step
+    return outcome
+
+
+@pytest.mark.parametrize("frozen", ["document", "query"])
+@pytest.mark.parametrize(
+    ("spec", "steps", "reductions"),
+    [("dp_replicate=2", 1, 1), ("dp_replicate=2", 2, 1), ("dp_shard=2,zero_stage=1", 1, 1), ("dp_shard=2", 1, 2)],
+)
+def test_gradients_of_mini_batches_are_reduced_once(runs, folder, spec, steps, reductions, frozen):
+    """But with zero_stage=3, which holds no whole ones: two mini-batches of four rows. Frozen ones come last, too."""
+    for outcome in runs.compare(towers, spec, folder, frozen, steps):
+        assert outcome.more == pytest.approx(reductions, abs=0.2)  # no pooler, but embeddings that a loss gathers

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from hf_parallel import parallelize
 from hf_parallel.axes.data import shared_towers
 from tests import models
+from tests.counting import CountCollectives
 from tests.distributed import RankFailure, run
 from tests.parity.test_ragged_media import join, qwen2_vl, seen
 from tests.refusals import pattern_of_refusal
@@ -84,3 +86,19 @@ def test_a_model_of_another_build_is_refused(tmp_path, spec):
     with pytest.raises(RankFailure, match=line) as failure:
         run(without_readers, 2, spec, str(tmp_path), init=False)
     assert set(failure.value.kinds.values()) == {"NotImplementedError"}
+
+
+def count_gathers(name: str) -> int:
+    """Gathers of a step, among hosts too."""
+    activate("dp_shard=2")
+    model = parallelize(models.build(name), "dp_shard=2")
+    tokens = torch.arange(33).view(1, 33) + 4
+    for _ in range(2):
+        with CountCollectives() as counted:
+            model(input_ids=tokens, labels=tokens).loss.backward()
+    return counted.counts["gather"]
+
+
+def test_a_model_without_a_tower_tells_nobody_what_it_reads():
+    """Gemma3ForCausalLM has the modalities of Gemma 3 with images: four layers, twice, and what is around them."""
+    assert run(count_gathers, 2, "gemma3", init=False) == [9, 9]

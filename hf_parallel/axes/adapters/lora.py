@@ -112,8 +112,8 @@ class WholeAdapter(TensorParallelLayer):
         group = self.region.group
         bias = None
         if self.bias is not None:  # what the ranks give is summed: the first one adds the bias
-            bias = copy_weight_to_group(self.bias, group) * float(group.rank() == 0)
-        return gather_recompute.multiply_gathered(input, copy_weight_to_group(self.weight, group), bias)
+            bias = self.region.copy_weight(self, "bias") * float(group.rank() == 0)
+        return gather_recompute.multiply_gathered(input, self.region.copy_weight(self, "weight"), bias)
 
 
 class SharedRowsAdapter(TensorParallelLayer):
@@ -122,9 +122,9 @@ class SharedRowsAdapter(TensorParallelLayer):
     rows: torch.Tensor
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        group, rows = self.region.group, get_rows_on(self, input.device)
-        bias = None if self.bias is None else copy_weight_to_group(self.bias, group)[rows]
-        return F.linear(input, copy_weight_to_group(self.weight, group)[rows], bias)
+        rows = get_rows_on(self, input.device)
+        bias = None if self.bias is None else self.region.copy_weight(self, "bias")[rows]
+        return F.linear(input, self.region.copy_weight(self, "weight")[rows], bias)
 
 
 def split_linear_adapter(
@@ -193,9 +193,8 @@ class SplitMagnitude(TensorParallelLayer):
     ) -> torch.Tensor:
         weight, bias = get_local_weight(base_layer), get_local(base_layer.bias)
         rows = get_rows_on(base_layer, x.device) if isinstance(base_layer, SharedHeads) else None
-        magnitude, up = get_local(self.weight), get_local(lora_B.weight)
-        if not isinstance(base_layer, ColumnParallel):
-            magnitude = copy_weight_to_group(magnitude, self.region.group)
+        cut, up = isinstance(base_layer, ColumnParallel), get_local(lora_B.weight)
+        magnitude = get_local(self.weight) if cut else self.region.copy_weight(self, "weight")
         if rows is not None:
             weight, up, magnitude = weight[rows], up[rows], magnitude[rows]
             bias = None if bias is None else bias[rows]

@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from hf_parallel.axes.data.units import (
     forget_end_of_backward,
     get_gradient_dtype,
     give_whole_gradient,
+    holds_whole_gradient,
     iterate_parameter_groups,
     iterate_sharded_modules,
     reduce_whole_gradients,
@@ -65,6 +66,9 @@ def run_before_the_last(root: nn.Module, config: ParallelConfig) -> Iterator[Non
     Inside, gradients are reduced, and weights freed, only as `zero_stage` asks for.
     """
     unit = None if config.pp_size > 1 else next(iterate_sharded_modules(root), None)
+    if getattr(unit, _MORE, False):  # a part of such a micro-batch
+        yield
+        return
     held: HeldGradients | None = None
     if unit is not None:
         unit.set_requires_gradient_sync(config.reduces_each_micro_batch)
@@ -90,6 +94,22 @@ def is_followed_by_micro_batch(root: nn.Module) -> bool:
     """Return whether the micro-batch that runs now is not the last one of its step."""
     unit = next(iterate_sharded_modules(root), None)
     return getattr(unit, _MORE, False)
+
+
+def end_last_micro_batch(root: nn.Module) -> None:
+    """End a step whose last forward pass had no backward pass. Collective.
+
+    Reduce what gradients the passes before it have left, and free the weights that it has gathered.
+    """
+    unit = next(iterate_sharded_modules(root), None)
+    if unit is None or getattr(unit, _MORE, False):
+        return
+    held = [one for group in iterate_parameter_groups(root) for one in group.fsdp_params]
+    if any(holds_whole_gradient(one) for one in held):
+        reduce_whole_gradients(unit)
+        _narrow_gradients(cast(nn.Module, unit))
+    for each in iterate_sharded_modules(root):
+        each.reshard()
 
 
 def round_after_backward(root: nn.Module) -> None:

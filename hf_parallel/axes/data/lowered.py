@@ -35,7 +35,7 @@ from hf_parallel.axes.data.units import (
     iterate_sharded_modules,
 )
 from hf_parallel.axes.eight_bit import recipe_of
-from hf_parallel.ranks.local import get_autocast_dtype
+from hf_parallel.ranks.local import get_autocast_dtype, note_source
 from hf_parallel.ranks.steps import call_after_steps
 
 _users: weakref.WeakSet[Lowered] = weakref.WeakSet()
@@ -154,6 +154,7 @@ class Lowered:
             if former != now:
                 with torch.inference_mode(False), torch.enable_grad():  # evaluation's copy is a training step's, too
                     copy = weight.to(dtype)
+                note_source(copy, weight)
                 if copy.requires_grad:
                     copy.register_hook(self._use)
                 self._copies[weight] = now, copy
@@ -205,10 +206,13 @@ def follow_autocast(root: nn.Module, device: torch.device) -> None:
     What has been settled by `compute_in` holds instead: accelerate enters autocast inside the model's forward.
     """
 
-    root.register_forward_pre_hook(
-        lambda module, args: change(module, getattr(module, _SETTLED, None) or get_autocast_dtype(device)),
-        prepend=True,  # before FSDP2's own, which gathers
-    )
+    # Before FSDP2's own hook, which gathers.
+    root.register_forward_pre_hook(lambda module, args: follow_dtype_now(module, device), prepend=True)
+
+
+def follow_dtype_now(root: nn.Module, device: torch.device) -> None:
+    """Let the next gathers of `root` be in the dtype that is settled, or else in that of autocast here and now."""
+    change(root, getattr(root, _SETTLED, None) or get_autocast_dtype(device))
 
 
 def compute_in(root: nn.Module, dtype: torch.dtype) -> None:

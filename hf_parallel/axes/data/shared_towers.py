@@ -50,8 +50,9 @@ def share_towers(model: nn.Module, mesh: ParallelMesh) -> None:
         return
     modalities = getattr(model, "input_modalities", "text")
     reads_media = not isinstance(modalities, str) and {"text"} < set(modalities)
-    always = getattr(model, "main_input_name", None) in _MEDIA
-    if reads_media and "labels" in inspect.signature(model.forward).parameters and not always:
+    always, taken = getattr(model, "main_input_name", None) in _MEDIA, inspect.signature(model.forward).parameters
+    # Gemma3ForCausalLM says that it reads images, and takes none.
+    if reads_media and "labels" in taken and not always and not {*_MEDIA}.isdisjoint(taken):
         SharedTowers(model, mesh)
 
 

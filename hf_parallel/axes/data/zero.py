@@ -33,6 +33,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_leaves
 
 from hf_parallel.ask.keys.data import offload_folder, parameters_rest
+from hf_parallel.axes.data.gathered_once import is_kept_gathered
 from hf_parallel.axes.data.gradients import round_after_backward
 from hf_parallel.axes.data.lowered import follow_autocast, make_policy_for
 from hf_parallel.axes.data.units import (
@@ -251,10 +252,10 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
         if not keeps:
             _keep_what_runs_again(model)
     _leave_inference_mode(root)
-    root.register_forward_pre_hook(_separate_dtypes_at_first, prepend=True)
+    root.register_forward_pre_hook(separate_dtypes_at_first, prepend=True)
 
 
-def _separate_dtypes_at_first(root: nn.Module, args: tuple) -> None:
+def separate_dtypes_at_first(root: nn.Module, *args: object) -> None:
     """Look at what trains before units first run: adapters may have come, and a script may have unfrozen weights."""
     state = get_state_of(root) if isinstance(root, FSDPModule) else None
     if state is not None and state._is_root is None and separate_dtypes(root):
@@ -484,7 +485,7 @@ def _keep_what_runs_again(model: nn.Module) -> None:
 
     def free(module: nn.Module, args: tuple, output: object) -> None:
         calls.clear()
-        for unit in kept:
+        for unit in kept if not is_kept_gathered(model) else ():
             cast(FSDPModule, unit).reshard()
 
     for unit in model.modules():
@@ -499,6 +500,8 @@ def _gather_anew(model: nn.Module, args: tuple) -> None:
     They may have changed since. We free them always, because a write through `p.data` leaves no trace, and all ranks
     must gather together.
     """
+    if is_kept_gathered(model):
+        return
     if any(group._post_forward_indices for group in iterate_parameter_groups(model)):
         for module in iterate_sharded_modules(model):
             module.reshard()
@@ -509,7 +512,7 @@ def _reshard_after_evaluation(model: nn.Module, args: tuple, output: object) -> 
 
     While they are gathered, `parameters()` shows plain tensors.
     """
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and not is_kept_gathered(model):
         for module in iterate_sharded_modules(model):
             module.reshard()
 

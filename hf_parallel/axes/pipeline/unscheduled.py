@@ -223,7 +223,7 @@ def free(engine: StageRunner) -> None:
 
     After all that was asked, not after each pass through a stage: data ranks with fewer rows make fewer passes.
     """
-    for module in engine.stages.modules():
+    for module in engine.stages.modules() if not engine.keeps_gathered else ():
         if isinstance(module, FSDPModule):
             module.reshard()
 

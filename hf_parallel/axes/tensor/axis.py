@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
+from hf_parallel.ask.keys.pipeline import AUTO_SCHEDULE, SPLIT_BACKWARD
 from hf_parallel.ask.spec import SpecError, refuse
 from hf_parallel.axes.axis import Axis, SequenceParallelFlag
 from hf_parallel.axes.tensor.grid import Grid
@@ -28,6 +29,7 @@ from hf_parallel.axes.tensor.infer import (
     is_attention,
     iterate_named_layers,
 )
+from hf_parallel.axes.tensor.layer_sums import sum_by_layer
 from hf_parallel.axes.tensor.region import READ_BESIDES, READERS, does_read_features
 from hf_parallel.axes.tensor.sequence_parallel import (
     apply_sequence_parallel,
@@ -458,6 +460,9 @@ class Tensor(Axis["SplitFacts", TensorPart]):
         if flag.on:
             apply_sequence_parallel(model, mesh.get_group(), flag)
             building.whole_tokens.append(functools.partial(_gather_whole_tokens, building))
+        # torch cannot compute the gradients of weights later if those of several have a node of the graph in common.
+        if grid is None and building.mesh.config.pipeline_schedule not in (*SPLIT_BACKWARD, AUTO_SCHEDULE):
+            sum_by_layer(model, mesh.get_group())
 
     def finish(self, model: PreTrainedModel, part: TensorPart, building: Building) -> None:
         """Give whole logits to whoever reads them, and padding to sequences whose length tp does not divide."""

@@ -67,8 +67,7 @@ class RowParallel(TensorParallelLayer):
         if self.bias is None:
             return output
         # On a part of the sequence the bias gets a part of its gradient.
-        bias = copy_weight_to_group(self.bias, self.region.group) if self.region.sequence_parallel else self.bias
-        return output + bias
+        return output + (self.region.copy_weight(self, "bias") if self.region.sequence_parallel else self.bias)
 
 
 def sum_with_adapters(layer: TensorParallelLayer) -> contextlib.AbstractContextManager:
@@ -131,9 +130,7 @@ class PartialGradient(TensorParallelLayer):
     """
 
     def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        own = {
-            name: copy_weight_to_group(p, self.region.group) for name, p in self._parameters.items() if p is not None
-        }
+        own = {name: self.region.copy_weight(self, name) for name, p in self._parameters.items() if p is not None}
         with hold_other_tensors(self, own):
             return super().forward(*args, **kwargs)
 
@@ -150,7 +147,7 @@ class SplitNorm(PartialGradient):
         if self.weight.dim() == 2 and self.weight.shape[0] in self.region.heads:
             heads = self.weight.shape[0]
             first, count = group.rank() * heads // group.size(), max(1, heads // group.size())
-            whole = {name: copy_weight_to_group(p, group) for name, p in self._parameters.items() if p is not None}
+            whole = {n: self.region.copy_weight(self, n) for n, p in self._parameters.items() if p is not None}
             own = {name: parameter.narrow(0, first, count) for name, parameter in whole.items()}
             with hold_other_tensors(self, own):
                 return super(PartialGradient, self).forward(*args, **kwargs)

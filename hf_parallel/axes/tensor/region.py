@@ -15,7 +15,7 @@ import inspect
 import re
 from collections.abc import Callable
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from hf_parallel.axes.axis import SequenceParallelFlag
+    from hf_parallel.axes.tensor.layer_sums import LayerSums
 
 
 # ---- What a region's input is cast to before it is communicated: to what autocast lowers it to anyway ---------------
@@ -302,6 +303,7 @@ class Region:
         #: May its input be cast before it enters? A layer that enters by itself multiplies.
         self.lowers = not at_owner or is_only_multiplied(owner, self._first)
         self.scope = OwnRandomNumbers(owner, group)
+        self.sums: LayerSums | None = None  # of the layer around it
         self._input: torch.Tensor | None = None
         self._entered: torch.Tensor | None = None
 
@@ -342,6 +344,12 @@ class Region:
             self._input, self._entered = tensor, self._open(tensor)
         assert self._entered is not None
         return self._entered
+
+    def copy_weight(self, module: nn.Module, name: str) -> torch.Tensor:
+        """Return a small weight that all ranks hold, for use on a part of the work: ranks add up its gradient."""
+        if self.sums is None or torch.compiler.is_compiling():
+            return copy_weight_to_group(cast(torch.Tensor, module._parameters[name]), self.group)
+        return self.sums.copy(module, name)
 
     def column(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Enter with x […, in] and multiply by the layer's weight; a late one serves for one call."""

@@ -56,6 +56,7 @@ class StepRecord:
         logged: what the script's loss logs on the last stage, for all stages to log later.
         generated: real rows of each data rank's generated batch (GRPO, RLOO); None if none is repeated.
         syncs: is the batch the last of its step? None: the accelerator knows, as no other batch runs with it.
+        loss_only: does an evaluation drop what the model returns beside the loss?
     """
 
     real_rows: int | None = None
@@ -64,6 +65,7 @@ class StepRecord:
     logged: list[dict[str, object]] = field(default_factory=list)
     generated: list[int] | None = None
     syncs: bool | None = None
+    loss_only: bool = False
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from transformers import Seq2SeqTrainer, Trainer
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
@@ -30,7 +31,7 @@ from hf_parallel.hooks.trl import trainers as trl
 from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, Trainer
+    from transformers import PreTrainedModel
 
 
 # ---- Batches that a data rank must weigh: the last one of a loader, which accelerate fills with repeated rows, and
@@ -195,6 +196,8 @@ def evaluate_real_rows(
         step = StepRecord(share=share_of_rows(dealt, count))
     elif count:  # 0 where examples cannot be counted
         step = StepRecord(count_real_rows(dealt, count), share_of_rows(dealt, count))
+    own_step = getattr(original, "__func__", None) in (Trainer.prediction_step, Seq2SeqTrainer.prediction_step)
+    step.loss_only = prediction_loss_only and own_step  # a script's own may read logits for numbers of its own
     real = count if step.real_rows is None else step.real_rows
     kept = rows.open_batch(_select_real_examples(self, batch, real, count, blocks))
     state = runtime.find_parallel_state(model)

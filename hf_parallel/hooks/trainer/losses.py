@@ -350,8 +350,9 @@ def _call_compute_loss(
         result = own(model, inputs, *args, **kwargs)
     loss, *outputs = result if isinstance(result, tuple) else (result,)
     loss = online.weigh_online_loss(self, loss, inputs)
-    if outputs and state is not None and state.pipeline is not None and state.pipeline.loss_only:
-        outputs = [{}]
+    sends_no_logits = state is not None and state.pipeline is not None and state.pipeline.loss_only
+    if outputs and (step.loss_only or sends_no_logits):
+        outputs = [{}]  # Trainer reads all of them, and drops them: logits and hidden states would be made whole
     targets = scope.taken[1] if scope.taken is not None and loss is scope.taken[0] else seen.targets
     weighs = scope.weighs_itself or scope.reads_count
     return {
