@@ -71,8 +71,8 @@ class LayerSums:
             self._known[module, name] = way
             weight = module._parameters.get(name)
             # A unit inside the layer gathers its weights later, and reduces their gradients earlier.
-            apart = weight is None or isinstance(weight, DTensor) or any(isinstance(one, FSDPModule) for one in way)
-            if not apart and weight.requires_grad:
+            apart = isinstance(weight, DTensor) or any(isinstance(one, FSDPModule) for one in way)
+            if weight is not None and not apart and weight.requires_grad:
                 held[module, name] = weight
         if len(held) > 1:
             copies = _SumTogether.apply(self.group, *held.values())

@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 _ONE_BY_ONE = {"n_jobs": 1, "catch": ()}
 
 
-@patch("transformers.hyperparameter_search:run_hp_search_optuna", "gives trials and the best run to process 0 alone")
+@patch(
+    "transformers.hyperparameter_search:run_hp_search_optuna",
+    "gives trials and the best run to process 0 alone",
+    copies=True,
+)
 def run_hp_search_optuna(original: Callable, trainer: Trainer, n_trials: int, direction: Any, **kwargs: Any) -> object:
     """Let rank 0 hold the study; return the best run on every rank."""
     if runtime.mesh().config.world_size == 1:
@@ -43,7 +47,11 @@ def run_hp_search_optuna(original: Callable, trainer: Trainer, n_trials: int, di
     return messages.send_from_one(lambda: (None, best))[1]
 
 
-@patch("transformers.hyperparameter_search:run_hp_search_{ray,wandb}", "starts trials in processes of its own")
+@patch(
+    "transformers.hyperparameter_search:run_hp_search_{ray,wandb}",
+    "starts trials in processes of its own",
+    copies=True,
+)
 def refuse_other_searches(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> object:
     """Refuse trials that would run without the layout, or on one rank of it."""
     if runtime.mesh().config.world_size > 1:
@@ -109,7 +117,7 @@ def _share_trial(number: int, multiple: bool, trial: Any = None) -> BaseTrial:
     from optuna.trial import FixedTrial
 
     class SharedTrial(FixedTrial):
-        """What is asked of it is asked on all ranks, in the same order."""
+        """A trial that all ranks ask for the same values, in the same order."""
 
         study = SimpleNamespace(_is_multi_objective=lambda: multiple)
 
