@@ -315,17 +315,17 @@ ACCELERATE["nd_parallel_trainer"] = Case(
 )
 
 ALIGN = f"{TRAINER} --max_steps 2 --model_name_or_path ROOT/wide --bf16 false --dtype float32"
-CHATTY = ALIGN.replace("ROOT/wide", "ROOT/chatty")
+TEACHER = f"--teacher_model_name_or_path ROOT/chatty {ALIGN.replace('ROOT/wide', 'ROOT/chatty')}"
 TRL = {
     "trl cpo": f"--dataset_name ROOT/preferences --max_length 64 {ALIGN}",
     "trl orpo": f"--dataset_name ROOT/preferences --max_length 64 {ALIGN}",
     "trl tpo": f"--dataset_name ROOT/preferences --max_length 64 {ALIGN}",
-    "trl gkd": f"--dataset_name ROOT/chats --teacher_model_name_or_path ROOT/chatty --max_new_tokens 4 {CHATTY}",
+    "trl gkd": f"--dataset_name ROOT/chats --max_new_tokens 4 {TEACHER}",
     "trl online_dpo": f"--dataset_name ROOT/prompts --reward_model_path ROOT/scores --max_new_tokens 4 {ALIGN}",
     "trl nash_md": f"--dataset_name ROOT/prompts --reward_model_path ROOT/scores --max_new_tokens 4 {ALIGN}",
     "trl xpo": f"--dataset_name ROOT/prompts --reward_model_path ROOT/scores --max_new_tokens 4 {ALIGN}",
     "trl prm": f"--dataset_name ROOT/steps {ALIGN}",
-    "trl distillation": f"--dataset_name ROOT/prompts --teacher_model_name_or_path ROOT/chatty --max_completion_length 5 {CHATTY}",
+    "trl distillation": f"--dataset_name ROOT/prompts --max_completion_length 5 {TEACHER}",
 }
 ALIGNING = {
     name: Case(f"trl/examples/scripts/{name.removeprefix('trl ')}.py", arguments) for name, arguments in TRL.items()
