@@ -55,9 +55,8 @@ def clip_grad_norm_(
     foreach: bool | None = None,
 ) -> torch.Tensor:
     """Clip the gradients of a parallel model as `Accelerator.clip_grad_norm_` does. Collective over its ranks."""
-    single = isinstance(parameters, torch.Tensor)
-    parameters = parameters if single else list(parameters)
-    states = _find_states_of([parameters] if single else parameters)
+    parameters = parameters if isinstance(parameters, torch.Tensor) else list(parameters)
+    states = _find_states_of([parameters] if isinstance(parameters, torch.Tensor) else parameters)
     if not states:
         return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     norm = clip_together(parameters, states, max_norm, norm_type)
