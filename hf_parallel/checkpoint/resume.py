@@ -74,6 +74,9 @@ def read_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerS
     Raises:
         NotImplementedError: the optimizer keeps something that has no place in a checkpoint.
     """
+    joined = list_joined_optimizers(optimizer)
+    if joined:
+        return _join_states_of_parts(_describe_kind(optimizer), [read_state(model, part) for part in joined])
     kind, names = name_kind_of(optimizer), {id(p): name for name, p in list_saved_parameters(model).items()}
     state = OptimizerState(kind)
     for number, group in enumerate(optimizer.param_groups):
@@ -103,13 +106,40 @@ def read_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerS
     return state
 
 
+def list_joined_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that a script has joined to one, such as Muon for matrices and AdamW for the rest.
+
+    The class has a `state_dict` of its own, because it keeps no states itself, and each parameter is of one of them.
+    """
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return []
+    held: list[torch.optim.Optimizer] = []
+    for value in vars(optimizer).values():
+        several = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        held += [one for one in several if isinstance(one, torch.optim.Optimizer)]
+    theirs = Counter(id(p) for one in held for group in one.param_groups for p in group["params"])
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return held if set(theirs) == own and max(theirs.values(), default=1) == 1 else []
+
+
+def _join_states_of_parts(kind: str, parts: list[OptimizerState]) -> OptimizerState:
+    whole = OptimizerState(kind)
+    for part in parts:
+        whole.tensors.update(part.tensors)
+        whole.numbers.update(part.numbers)
+        whole.options.update(part.options)
+        whole.places.update({name: place + len(whole.groups) for name, place in part.places.items()})
+        whole.groups += part.groups
+    return whole
+
+
 def refuse_unsavable_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse what the steps so far have left in an optimizer of another package, if no checkpoint can hold it.
 
     Raises:
         NotImplementedError: such as an object, or a tensor of another shape than the parameter's.
     """
-    if type(optimizer).__module__.partition(".")[0] not in ("torch", "transformers", "torchao"):
+    if type(optimizer).__module__.partition(".")[0] not in ("torch", "transformers", "bitsandbytes", "torchao"):
         read_state(model, optimizer)
 
 
@@ -117,6 +147,11 @@ def name_kind_of(optimizer: torch.optim.Optimizer) -> str:
     """Return the optimizer's class and library: an AdamW that is not torch's has other states."""
     library = type(optimizer).__module__.partition(".")[0]
     return type(optimizer).__name__ if library in ("torch", "__main__") else f"{library}.{type(optimizer).__name__}"
+
+
+def _describe_kind(optimizer: torch.optim.Optimizer) -> str:
+    parts = [name_kind_of(part) for part in list_joined_optimizers(optimizer)]
+    return f"{name_kind_of(optimizer)} of {', '.join(parts)}" if parts else name_kind_of(optimizer)
 
 
 def encode_as_json(kind: str, key: str, value: object) -> Json:
@@ -270,9 +305,11 @@ def load_optimizer_state(
             saved = _read_saved_state(os.path.join(directory, folder), stack)
         else:
             saved = _read_state_of_plain_trainer(os.path.join(directory, plain), plain_groups)
-        if saved.kind not in (None, name_kind_of(optimizer)):
-            raise ValueError(f"{directory} has the state of {saved.kind}, this run has {name_kind_of(optimizer)}")
-        _set_optimizer_state(model, optimizer, saved)
+        kind = _describe_kind(optimizer)
+        if saved.kind not in (None, kind):
+            raise ValueError(f"{directory} has the state of {saved.kind}, this run has {kind}")
+        for part in list_joined_optimizers(optimizer) or [optimizer]:
+            _set_optimizer_state(model, part, saved)
 
 
 def has_optimizer(directory: str) -> bool:
@@ -328,6 +365,10 @@ def write_plain(directory: str, out: str) -> None:
         saved = _read_saved_state(os.path.join(directory, FOLDER), stack)
         if saved.kind is not None and saved.kind.startswith(("bitsandbytes.", "torchao.")):
             raise ValueError(f"--trainer: {saved.kind} keeps codes, of which checkpoints have the values; AdamW works")
+        if saved.kind is not None and " of " in saved.kind:
+            raise ValueError(
+                f"--trainer: {saved.kind} has a state_dict of its own; one optimizer, such as AdamW, works"
+            )
         numbered = {name: number for number, name in enumerate(saved.places)}  # group by group, as the index has them
         state: dict[int, dict[str, object]] = {}
         for name, numbers in saved.numbers.items():

@@ -12,7 +12,7 @@ from hf_parallel.hooks.accelerate.accelerator import follow_parameters
 from tests.distributed import RankFailure, run, run_alone, run_alone_once
 from tests.refusals import find_line, pattern_of_refusal
 from tests.rows import Rows
-from tests.training import GLOBAL_BATCH, TRAIN_SEED, axes, close, layouts, none, trainer_of
+from tests.training import GLOBAL_BATCH, TRAIN_SEED, axes, check_numbers, close, layouts, none, trainer_of
 
 ODD = {"num_hidden_layers": 3, "vocab_size": 515, "num_key_value_heads": 1}  # nothing that two ranks divide
 ROWS = 3 * GLOBAL_BATCH
@@ -434,3 +434,48 @@ def test_names_are_read_once_per_model(monkeypatch):
     follow_parameters(optimizer)
     assert len(counted) == 1
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for _, p in read(model)]
+
+
+class Joined(torch.optim.Optimizer):
+    """Two optimizers as one, which has the states of neither, as scripts join Muon with AdamW."""
+
+    def __init__(self, optimizers):
+        self.optimizers = optimizers
+        super().__init__([p for one in optimizers for group in one.param_groups for p in group["params"]], {})
+        self.param_groups = [group for one in optimizers for group in one.param_groups]
+
+    def step(self, closure=None):
+        for one in self.optimizers:
+            one.step()
+
+    def state_dict(self):
+        return {"all": [one.state_dict() for one in self.optimizers]}
+
+    def load_state_dict(self, state_dict):
+        for one, state in zip(self.optimizers, state_dict["all"], strict=True):
+            one.load_state_dict(state)
+
+
+def train_with_two(folder, out, spec=None, resume=None):
+    """Losses of steps with momentum for matrices and Adam for the rest, saved in the middle."""
+    model = start(spec, folder)
+    matrices, others = ([p for p in model.parameters() if (p.ndim == 2) is wanted] for wanted in (True, False))
+    adam = torch.optim.AdamW(others, lr=1e-2, eps=1e-3)
+    joined = Joined([torch.optim.SGD(matrices, lr=0.1, momentum=0.9), adam])
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    ranks, rows = axes(spec)["data_ranks"] if spec else 1, Rows(ROWS, TRAIN_SEED, even=True, length=33)
+    schedule = torch.optim.lr_scheduler.LambdaLR(joined, lambda step: 1 / (1 + step))
+    ours, recorder = trainer_of(model, out, ranks, settings, train_dataset=rows, optimizers=(joined, schedule))
+    ours.train(resume_from_checkpoint=resume)
+    return [log["loss"] for log in recorder.logs]
+
+
+@pytest.mark.parametrize(("spec", "other"), [("dp_shard=2", "pp=2"), ("pp=2", "tp=2")])
+def test_joined_optimizers_are_saved(spec, other, initial, tmp_path):
+    """Their states lie in those that are joined, and were left out of checkpoints, which could not be resumed."""
+    expected = run_alone(train_with_two, initial, str(tmp_path / "alone"))
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    seen = run(train_with_two, 2, initial, first, spec, init=False)
+    rest = run(train_with_two, 2, initial, second, other, f"{first}/checkpoint-2", init=False)
+    check_numbers(seen, expected)
+    check_numbers(rest, expected[2:])
