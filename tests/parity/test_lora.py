@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, trainer
 
 from hf_parallel.ask.config import SpecError
-from tests import training
+from tests import models, training
 from tests.adapters import ATTENTION, ENDS, MLP, logits_while_merging, lora
 from tests.counting import CountCollectives
 from tests.distributed import RankFailure, run, run_alone
@@ -301,6 +301,34 @@ def test_layers_gather_once_for_adapters_of_another_dtype(runs, use_dora):
     layers = AutoConfig.from_pretrained(runs.initial("llama")).num_hidden_layers
     assert counts["gather"] <= 2 * layers + 3
     assert counts["scatter"] == layers
+
+
+def copied_head(initial: str, spec: str | None) -> tuple[list[float], float]:
+    """Losses with a trained copy of the head and without adapters; bytes gathered for the first, by the head's."""
+    activate(spec)
+    script = Script(lora=lora(("q_proj",), modules_to_save=["lm_head"]))
+    model = load_model(script, initial, 0).train()
+    with torch.no_grad():
+        model.lm_head.modules_to_save["default"].weight.mul_(1.5)
+    ids = torch.arange(22).reshape(2, 11)
+    with CountCollectives() as counted:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+    with torch.no_grad(), model.disable_adapter():
+        reference = model(input_ids=ids, labels=ids).loss
+    with model.disable_adapter():
+        frozen = model(input_ids=ids, labels=ids).loss
+    ends = counted.whole["gather"] / model.lm_head.original_module.weight.nbytes
+    return [loss.item(), reference.item(), frozen.item()], ends
+
+
+def test_a_head_is_not_gathered_beside_its_trained_copy(runs):
+    """Embedding and copy are gathered once, the layers twice."""
+    expected, _ = run_alone(copied_head, runs.initial("llama"), None)
+    layers = 2 * sum(p.nbytes for p in models.build("llama").model.layers.parameters())
+    for losses, ends in run(copied_head, 2, runs.initial("llama"), "dp_shard=2", init=False):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert ends - layers / (515 * 64 * 4) == pytest.approx(2, abs=0.3)
 
 
 def example(spec, arguments):

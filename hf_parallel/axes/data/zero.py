@@ -99,11 +99,22 @@ def shard_ends(model: PreTrainedModel, blocks: list[nn.Module], keeps: bool, set
     # evaluation, may have freed it.
     last = fully_shard(head, reshard_after_forward=False, **settings)
     units = [block for block in blocks if isinstance(block, FSDPModule)]
-    if units:
-        units[-1].set_modules_to_forward_prefetch([last])
+
+    def is_used() -> bool:
+        now = model.get_output_embeddings()  # or a wrapper around the head, which may have a trained copy beside it
+        weight = head._parameters.get("weight")
+        return now is head or getattr(now, "weight", weight) is weight
+
+    def prefetch(*_: object) -> None:
+        for unit in units[-1:]:
+            unit.set_modules_to_forward_prefetch([last] if is_used() else [])
+
+    def gather(*_: object) -> None:
+        if is_used():
+            gather_unit(last)
 
     def gather_unless_done(*_: object) -> None:
-        if all(group._training_state != TrainingState.POST_BACKWARD for group in get_groups_of(last)):
+        if is_used() and all(group._training_state != TrainingState.POST_BACKWARD for group in get_groups_of(last)):
             # Once the head's gradients are reduced, later gradients (of router logits) must not gather it again.
             gather_unit(last)
 
@@ -113,7 +124,8 @@ def shard_ends(model: PreTrainedModel, blocks: list[nn.Module], keeps: bool, set
             if torch.is_tensor(tensor) and tensor.requires_grad:
                 tensor.register_hook(gather_unless_done)
 
-    backbone.register_forward_hook(lambda *_: gather_unit(last))
+    backbone.register_forward_pre_hook(prefetch)
+    backbone.register_forward_hook(gather)
     model.register_forward_hook(gather_in_backward)
 
 

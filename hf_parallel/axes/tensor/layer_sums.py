@@ -69,7 +69,7 @@ class LayerSums:
         for (module, name), way in self._known.items() if torch.is_grad_enabled() else ():
             way = way or self._known[module, name] or self._find_way(layer, module)
             self._known[module, name] = way
-            weight = module._parameters.get(name)
+            weight: Any = module._parameters.get(name)
             # A unit inside the layer gathers its weights later, and reduces their gradients earlier.
             apart = isinstance(weight, DTensor) or any(isinstance(one, FSDPModule) for one in way)
             if weight is not None and not apart and weight.requires_grad:
