@@ -108,6 +108,7 @@ TABLES = {
         "trl reward",
         "trl grpo",
         "trl rloo",
+        "trl distillation",
         "run_clm",
         "run_clm from scratch",
         "run_clm --streaming",

@@ -140,7 +140,7 @@ class AllLogs(Recorder):
 
 
 #: Of `trl`, those that draw tokens.
-GENERATING = ("grpo", "rloo")
+GENERATING = ("grpo", "rloo", "distillation")
 
 
 def script(

@@ -1,4 +1,4 @@
-"""TRL's trainers that generate, GRPO and RLOO: their processes are data ranks, and their numbers those of one process.
+"""TRL's trainers that generate: their processes are data ranks, and their numbers those of one process.
 
 TRL spreads a generation batch over processes, gathers the rewards, and takes each process's advantages out of what was
 gathered. The ranks of one model are one such process: they take the same prompts and draw the same tokens. Rows are
@@ -15,36 +15,42 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from packaging.version import Version
+from torch.distributed.tensor import DTensor
 
+from hf_parallel.apply.weights import full_tensor
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.unscheduled import serve_script
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, read_library_version, replacing
 from hf_parallel.hooks.trainer.checkpoints import record_of
 from hf_parallel.hooks.trl import servers
+from hf_parallel.model.calls import bind_by_name
 from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import nn
     from transformers import Trainer
-    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+    from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-TRAINERS = ("trl.trainer.grpo_trainer.GRPOTrainer", "trl.trainer.rloo_trainer.RLOOTrainer")
+#: Their loss is a sum over tokens, which they divide by the tokens of all processes, and compares with a teacher.
+_DISTILLS = ("trl.trainer.distillation_trainer.DistillationTrainer",)
+TRAINERS = ("trl.trainer.grpo_trainer.GRPOTrainer", "trl.trainer.rloo_trainer.RLOOTrainer", *_DISTILLS)
 #: Losses of GRPO that are a sum over tokens, divided by their number over all processes.
 _SUMS = ("cispo", "dapo", "vespo")
 
 
 def check_online_trainer(
-    trainer: GRPOTrainer | RLOOTrainer,
-    args: GRPOConfig | RLOOConfig,
+    trainer: GRPOTrainer | RLOOTrainer | DistillationTrainer,
+    args: GRPOConfig | RLOOConfig | DistillationConfig,
     eval_dataset: object,
     model: nn.Module | None = None,
 ) -> None:
     """Refuse what would not be the same on all ranks of a model, or not that of one process, by name."""
     from transformers.trainer_utils import has_length
 
-    data_ranks = runtime.mesh().data_size
+    data_ranks, config = runtime.mesh().data_size, runtime.mesh().config
+    distills = is_trainer_among(trainer, _DISTILLS)
     eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
     several = f"with {data_ranks} data ranks, "
     old = args.use_vllm and read_library_version("trl") < Version("1.16")
@@ -58,9 +64,19 @@ def check_online_trainer(
             "a vLLM in each process would hold the whole model",
             "vllm_mode=server",
         ),
+        *(
+            (
+                distills and size > 1,
+                f"{axis}_size={size}",
+                "its loss multiplies hidden states of all tokens",
+                f"tp_size={size}",
+            )
+            for axis, size in (("pp", config.pp_size), ("cp", config.cp_size))
+        ),
+        (distills and args.use_vllm, "use_vllm=True", "has not been compared with one process", "use_vllm=False"),
         (packed, "use_vllm=True", "a server cannot be sent the weights of a packed base", "a base in 16 bits"),
         (
-            args.use_transformers_continuous_batching,
+            getattr(args, "use_transformers_continuous_batching", False),
             "use_transformers_continuous_batching=True",
             "its scheduler knows one process",
             "False",
@@ -76,8 +92,8 @@ def check_online_trainer(
         ),
         (trainer._is_vlm, "a processor of images", "images are not shared out", "a tokenizer"),
         (
-            data_ranks > 1 and trainer.aux_loss_enabled,
-            f"router_aux_loss_coef={trainer.router_aux_loss_coef}",
+            data_ranks > 1 and getattr(trainer, "aux_loss_enabled", False),
+            f"router_aux_loss_coef={getattr(trainer, 'router_aux_loss_coef', 0)}",
             several + "the balance of experts would be that of each rank's rows",
             "router_aux_loss_coef=0",
         ),
@@ -97,6 +113,7 @@ def check_online_trainer(
 
 
 @patch("trl.trainer.{grpo,rloo}_trainer:pad", "pads by process")
+@patch("trl.trainer.distillation_trainer:pad", "pads by process", since="1.16")
 def pad(
     original: Callable, tensors: list, padding_value: float = 0, padding_side: str = "right", **kwargs: object
 ) -> torch.Tensor:
@@ -147,7 +164,14 @@ _scored: ContextVar[list[int] | None] = ContextVar("scored", default=None)
     "trl.trainer.{grpo_trainer:GRPOTrainer,rloo_trainer:RLOOTrainer}._generate_and_score_completions",
     "takes rows by process, repeated ones too",
 )
-def generate_and_score(original: Callable, self: GRPOTrainer | RLOOTrainer, inputs: list[dict]) -> dict:
+@patch(
+    "trl.trainer.distillation_trainer:DistillationTrainer._generate_and_score_completions",
+    "takes rows by process, repeated ones too",
+    since="1.16",
+)
+def generate_and_score(
+    original: Callable, self: GRPOTrainer | RLOOTrainer | DistillationTrainer, inputs: list[dict]
+) -> dict:
     """Generate with one random state on the ranks of one model, and score the rows that are not repeated."""
     runtime.equalise_within_model(0)
     record = record_of(self)
@@ -172,9 +196,11 @@ def generate_and_score(original: Callable, self: GRPOTrainer | RLOOTrainer, inpu
         if real is None:
             outputs = original(self, inputs)
         else:
-            scores = functools.partial(_zero_repeated_scores, real, self._get_per_token_logps_and_entropies)
             lengths = functools.partial(_generate_with_real_lengths, self.accelerator, sum(real), self._generate)
-            with replacing(self, _get_per_token_logps_and_entropies=scores, _generate=lengths):
+            changed: dict[str, Callable] = {"_generate": lengths}
+            if scores := getattr(self, "_get_per_token_logps_and_entropies", None):
+                changed["_get_per_token_logps_and_entropies"] = functools.partial(_zero_repeated_scores, real, scores)
+            with replacing(self, **changed):
                 outputs = _without_repeats(self, real, original(self, inputs))
     finally:
         _scored.reset(token)
@@ -213,6 +239,17 @@ def per_token_scores(
     return serve_script(state.pipeline, {}, lambda: original(self, model, *args, **kwargs))[0]
 
 
+@patch("trl.trainer.distillation_trainer:_chunked_divergence_loss", "sends gradients to the teacher", since="1.16")
+def divergence_of_teacher(original: Callable, *args: object, **kwargs: object) -> object:
+    """Gather the teacher's head without autograd: it is sharded again once the teacher has run, and never trains."""
+    given = bind_by_name(original, args, kwargs)
+    dtype = given["teacher_hidden_states"].dtype
+    for name in ("teacher_lm_head_weight", "teacher_lm_head_bias"):
+        if isinstance(given.get(name), DTensor):
+            given[name] = full_tensor(given[name]).to(dtype)
+    return original(**given)
+
+
 # ---- ragged last batches of an evaluation --------------------------------------------------------------------------
 
 
@@ -230,24 +267,29 @@ def _zero_repeated_scores(real: list[int], original: Callable, *args: object, **
     return logps, *others
 
 
-def _without_repeats(trainer: GRPOTrainer | RLOOTrainer, real: list[int], outputs: dict) -> dict:
+def _without_repeats(trainer: GRPOTrainer | RLOOTrainer | DistillationTrainer, real: list[int], outputs: dict) -> dict:
     """Repeated rows keep their place but have no token that counts; logs and means are of the real ones."""
     mesh, mask = runtime.mesh(), outputs["completion_mask"].clone()
     mask[real[mesh.data_rank] :] = 0
     tokens = torch.stack([outputs["completion_mask"].sum(), mask.sum()])
     dist.all_reduce(tokens, group=mesh.data_group)
     rows, logs, metrics = len(mask) * mesh.data_size, trainer._logs, trainer._metrics["eval"]
-    for column in (logs["prompt"], logs["completion"], logs["advantages"], *logs["rewards"].values()):
+    changed = {"completion_mask": mask}
+    if "num_items_in_batch" in outputs:
+        changed["num_items_in_batch"] = tokens[1]
+    columns = [logs["prompt"], logs["completion"]]
+    if not is_trainer_among(trainer, _DISTILLS):
+        columns += [logs["advantages"], *logs["rewards"].values()]
+    for column in columns if columns[0] else ():
         for _ in range(rows - sum(real)):
             column.pop()
+    if is_trainer_among(trainer, _DISTILLS):
+        return {**outputs, **changed}
     groups = getattr(trainer, "scale_rewards", "group") != "batch" and trainer.num_generations_eval > 1
     if groups and getattr(trainer, "multi_objective_aggregation", "sum_then_normalize") == "sum_then_normalize":
         metrics["frac_reward_zero_std"][-1] *= rows / sum(real)
     if trainer.beta and not hasattr(trainer, "loss_type"):  # RLOO's penalty is part of its rewards
         metrics["kl"][-1] *= float(tokens[0] / tokens[1].clamp(min=1))
-    changed = {"completion_mask": mask}
-    if "num_items_in_batch" in outputs:
-        changed["num_items_in_batch"] = tokens[1]
     return {**outputs, **changed}
 
 
@@ -276,7 +318,8 @@ def weigh_online_loss(trainer: Trainer, loss: torch.Tensor, inputs: dict) -> tor
         return loss * (tokens * mesh.data_size / max(1.0, float(total)))
     rows, generated = len(inputs["prompt_ids"]), record_of(trainer).step.generated
     real = rows if generated is None else generated[mesh.data_rank]
-    held, counted = (tokens, tokens) if kind == "bnpo" else (1, 1) if kind in _SUMS else (rows, real)
+    of_tokens = kind == "bnpo" or is_trainer_among(trainer, _DISTILLS)
+    held, counted = (tokens, tokens) if of_tokens else (1, 1) if kind in _SUMS else (rows, real)
     # Average means over `held` numbers, of which `counted` are not zero by force.
     mean = loss.detach()
     totals = torch.stack([mean.float() * held, torch.full_like(mean, counted, dtype=torch.float32)])
