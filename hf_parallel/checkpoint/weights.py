@@ -104,13 +104,10 @@ def full_state_dict(
     whole = dict(stream_tensors([Group((entry,), (entry,)) for entry in entries], model.state_dict(), mesh, limit=0))
     whole |= {name: whole[first] for name, first in _find_ties_of_script(model).items() if first in whole}
     named = {name.replace(".base_layer.", "."): name for name in whole}
-    for path, inner in model.named_modules():  # tied inside adapters: one memory, of which files take one name
-        ties = vars(inner).get("_hf_parallel_tied_keys") or {}
-        for one, other in (
-            (named.get(f"{path}.{key}"), named.get(f"{path}.{source}")) for key, source in ties.items()
-        ):
-            if one is not None and other is not None:
-                whole[one] = whole[other]
+    for pair in _list_ties_inside(model):  # one memory, of which files take one name
+        one, other = map(named.get, pair)
+        if one is not None and other is not None:
+            whole[one] = whole[other]
     return whole
 
 
@@ -122,11 +119,20 @@ def list_entries(model: nn.Module, mesh: ParallelMesh) -> list[Entry]:
     return gather_entries_of(model, mesh, {k: t for k, t in state.items() if k not in skip and torch.is_tensor(t)})
 
 
+def _list_ties_inside(model: nn.Module) -> list[tuple[str, str]]:
+    """Return the pairs of names that configs tie in models inside others, as PEFT's are; without `base_layer`."""
+    held = {path: vars(inner).get("_hf_parallel_tied_keys") or {} for path, inner in model.named_modules()}
+    return [(f"{path}.{key}", f"{path}.{source}") for path, ties in held.items() for key, source in ties.items()]
+
+
 def _find_ties_of_script(model: nn.Module) -> dict[str, str]:
-    """Return the names of parameters that have an earlier one, too, and that one."""
+    """Return the names of parameters that have an earlier one, too, and that one; without what a config ties."""
     first: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(p)] for name, p in named if first.setdefault(id(p), name) != name}
+    found = {name: first[id(p)] for name, p in named if first.setdefault(id(p), name) != name}
+    # A stage may have another one's parameter under the name that it reads.
+    of_config = {name for pair in _list_ties_inside(model) for name in pair}
+    return {name: other for name, other in found.items() if name.replace(".base_layer.", ".") not in of_config}
 
 
 def _write_weights(
