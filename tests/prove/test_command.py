@@ -216,12 +216,12 @@ class MeanOfAll(Trainer):
 
 
 def test_a_loss_that_reads_padding(tmp_path):
-    """Under cp it is told so: outputs there are not one process's."""
+    """Under cp it is refused with the same words as in training: outputs there are not one process's."""
     text = SCRIPT.read_text().replace('if __name__ == "__main__":', f'{MEAN}if __name__ == "__main__":')
     (tmp_path / "train.py").write_text(text.replace("trainer = Trainer(", "trainer = MeanOfAll("))
     code, said = run_alone(command, tmp_path, "--parallel", "cp=2", "train.py", *ARGUMENTS)
-    assert code == 1, said
-    assert "looks like: a loss that reads outputs at padding" in said
+    assert code == 2, said
+    assert "cp_size=2: the loss reads outputs of" in said
 
 
 @pytest.mark.parametrize("gpu", [[], ["--gpu", "h100-80gb"]], ids=["this machine", "h100"])
