@@ -49,8 +49,9 @@ def check_online_trainer(
     """Refuse what would not be the same on all ranks of a model, or not that of one process, by name."""
     from transformers.trainer_utils import has_length
 
-    data_ranks, config = runtime.mesh().data_size, runtime.mesh().config
-    distills = is_trainer_among(trainer, _DISTILLS)
+    data_ranks = runtime.mesh().data_size
+    if is_trainer_among(trainer, _DISTILLS):
+        _check_distillation(args)
     eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
     several = f"with {data_ranks} data ranks, "
     old = args.use_vllm and read_library_version("trl") < Version("1.16")
@@ -64,16 +65,6 @@ def check_online_trainer(
             "a vLLM in each process would hold the whole model",
             "vllm_mode=server",
         ),
-        *(
-            (
-                distills and size > 1,
-                f"{axis}_size={size}",
-                "its loss multiplies hidden states of all tokens",
-                f"tp_size={size}",
-            )
-            for axis, size in (("pp", config.pp_size), ("cp", config.cp_size))
-        ),
-        (distills and args.use_vllm, "use_vllm=True", "has not been compared with one process", "use_vllm=False"),
         (packed, "use_vllm=True", "a server cannot be sent the weights of a packed base", "a base in 16 bits"),
         (
             getattr(args, "use_transformers_continuous_batching", False),
@@ -107,6 +98,17 @@ def check_online_trainer(
     for asked, spelled, why, works in refusals:
         if asked:
             refuse(f"{type(trainer).__name__} with {spelled}", why, works)
+
+
+def _check_distillation(args: DistillationConfig) -> None:
+    """Refuse what has not been compared with one process."""
+    config = runtime.mesh().config
+    for axis, size in (("pp", config.pp_size), ("cp", config.cp_size)):
+        if size > 1:
+            why = "its loss multiplies hidden states of all tokens by the head"
+            refuse(f"DistillationTrainer with {axis}_size={size}", why, f"tp_size={size}")
+    if args.use_vllm:
+        refuse("DistillationTrainer with use_vllm=True", "has not been compared with one process", "use_vllm=False")
 
 
 # ---- which rows, which random numbers -----------------------------------------------------------------------------
