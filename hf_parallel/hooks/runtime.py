@@ -234,6 +234,12 @@ def find_parallel_state(model: PreTrainedModel) -> ParallelState | None:
     return state_of(getattr(model, "_orig_mod", model))
 
 
+def list_parallel_states(model: PreTrainedModel) -> list[ParallelState]:
+    """Return the state of a model that `accelerator.prepare` gives, and those of the parallel models inside it."""
+    state = find_parallel_state(model)
+    return [] if state is None else [state, *(part._hf_parallel for part in state.parts)]
+
+
 def compare_batches(model: PreTrainedModel, inputs: object, kind: str) -> None:
     """Check that the ranks of this model read the same rows, also if a script's loss calls a part of the model."""
     state = find_parallel_state(model)

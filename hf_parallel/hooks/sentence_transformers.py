@@ -313,8 +313,7 @@ def replay_mini_batch(original: Callable, model: nn.Module, synchronize: bool) -
 def replay_mini_batches(original: Callable, *args: object, **kwargs: object) -> None:
     """End the step also where the last mini-batch is one of frozen weights, such as a document encoder's."""
     original(*args, **kwargs)
-    state = runtime.find_parallel_state(bind_by_name(original, args, kwargs)["loss_obj"].model)
-    for each in [] if state is None else [state, *(part._hf_parallel for part in state.parts)]:
+    for each in runtime.list_parallel_states(bind_by_name(original, args, kwargs)["loss_obj"].model):
         end_last_micro_batch(each.root)
 
 

@@ -2,9 +2,10 @@
 
 import logging
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, hyperparameter_search
 
 from tests import models
 from tests.distributed import RankFailure, run
@@ -67,3 +68,18 @@ def test_trials_that_ranks_cannot_follow(tmp_path, option, value, works):
         run(partial(search, "tp=2", str(tmp_path), False, (option, value)), 2, init=False)
     assert f"hyperparameter_search({option}=" in failure.value.message
     assert works in failure.value.message
+
+
+def search_elsewhere(backend: str) -> None:
+    """Ask for the trials of another backend, as `hyperparameter_search` does once it has found it installed."""
+    activate("dp_shard=2")
+    trainer = SimpleNamespace(hp_search_backend=hyperparameter_search.HPSearchBackend(backend))
+    getattr(hyperparameter_search, f"run_hp_search_{backend}")(trainer, TRIALS, "minimize")
+
+
+@pytest.mark.parametrize("backend", ["ray", "wandb"])
+def test_trials_that_do_not_reach_all_ranks(backend):
+    with pytest.raises(RankFailure) as failure:
+        run(partial(search_elsewhere, backend), 2, init=False)
+    assert f'hyperparameter_search(backend="{backend}")' in failure.value.message
+    assert 'backend="optuna" works' in failure.value.message

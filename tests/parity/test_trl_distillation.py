@@ -47,10 +47,16 @@ def test_data_ranks_without_a_row(trl_runs):
     trl_runs.check("distillation", "prompt", BASE + CASES["evaluated"], "dp_shard=4")
 
 
-@pytest.mark.parametrize("spec", ["pp=2", "cp=2"])
-def test_what_cannot_hold_is_refused(trl_runs, spec):
+@pytest.mark.parametrize(
+    ("spec", "flags", "asked", "works"),
+    [
+        ("pp=2", "", "pp_size=2", "tp_size=2 works"),
+        ("cp=2", "", "cp_size=2", "tp_size=2 works"),
+        ("tp=2", "--use_vllm true", "use_vllm=True", "use_vllm=False works"),
+    ],
+)
+def test_what_cannot_hold_is_refused(trl_runs, spec, flags, asked, works):
     with pytest.raises(RankFailure) as failure:
-        trl_runs.parallel("distillation", "prompt", BASE, spec)
-    axis = spec.partition("=")[0]
-    assert f"DistillationTrainer with {axis}_size=2" in failure.value.message
-    assert "tp_size=2 works" in failure.value.message
+        trl_runs.parallel("distillation", "prompt", BASE + flags, spec)
+    assert f"DistillationTrainer with {asked}" in failure.value.message
+    assert works in failure.value.message

@@ -406,9 +406,8 @@ def no_sync(original: Callable, self: Accelerator, model: nn.Module) -> contextl
 @contextlib.contextmanager
 def defer_reduction(model: nn.Module) -> Iterator[None]:
     """Run all micro-batches of a step but the last one, and reduce gradients later where `zero_stage` allows it."""
-    state = runtime.find_parallel_state(model)
     with contextlib.ExitStack() as stack:
-        for each in [] if state is None else [state, *(part._hf_parallel for part in state.parts)]:
+        for each in runtime.list_parallel_states(model):
             stack.enter_context(run_before_the_last(each.root, each.config))
         yield
 

@@ -42,7 +42,7 @@ def run_hp_search_optuna(original: Callable, trainer: Trainer, n_trials: int, di
     if dist.get_rank() != 0:
         return _follow_trials(trainer, multiple)
     leading = _Leading(trainer, multiple)
-    with messages.tell_error(None, 0, lambda: not leading.__dict__["in_trial"]):
+    with messages.tell_error(None, 0, lambda: not leading.in_trial):
         best = original(leading, n_trials, direction, **kwargs)
     return messages.send_from_one(lambda: (None, best))[1]
 
@@ -65,28 +65,26 @@ class _Leading:
 
     def __init__(self, trainer: Trainer, multiple: bool) -> None:
         args = SimpleNamespace(process_index=0, world_size=1)
-        self.__dict__.update(trainer=trainer, multiple=multiple, args=args, in_trial=False)
+        vars(self).update(trainer=trainer, multiple=multiple, args=args, in_trial=False)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["trainer"], name)
+        return getattr(vars(self)["trainer"], name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        setattr(self.__dict__["trainer"], name, value)
+        setattr(self.trainer, name, value)
 
     def train(self, resume_from_checkpoint: str | None, trial: Any) -> None:
         """Run a trial on all ranks."""
         from optuna import TrialPruned
 
         messages.send_from_one(lambda: (trial.number, None))
-        self.__dict__["in_trial"] = True  # also where it fails: then no rank waits for another trial
+        vars(self)["in_trial"] = True  # also where it fails: then no rank waits for another trial
         try:
-            _run_trial(
-                self.__dict__["trainer"], resume_from_checkpoint, _share_trial(trial.number, self.multiple, trial)
-            )
+            _run_trial(self.trainer, resume_from_checkpoint, _share_trial(trial.number, self.multiple, trial))
         except TrialPruned:
-            self.__dict__["in_trial"] = False
+            vars(self)["in_trial"] = False
             raise
-        self.__dict__["in_trial"] = False
+        vars(self)["in_trial"] = False
 
 
 def _follow_trials(trainer: Trainer, multiple: bool) -> object:
