@@ -18,6 +18,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from hf_parallel.apply.alone import generate_with_others, share_calls_of_rank_0
 from hf_parallel.apply.kernels import INNER_FORWARD, place_kernels
+from hf_parallel.apply.own_files import let_write_states
 from hf_parallel.apply.weights import remember_model, resize_token_embeddings
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import get_first_line, refuse
@@ -57,10 +58,12 @@ def replace_methods(
     """
     remember_model(model)
     if not hasattr(model, "base_model_prefix"):  # not a transformers model
-        _save_and_load_whole(model, {}, mesh)
+        replace_methods_around(model, {}, mesh)
+        share_calls_of_rank_0(model, mesh.device)
         return
     bind(model, "save_pretrained", functools.partial(_save_pretrained, mesh, pipeline))
     slices.let_ask(model, functools.partial(full_state_dict, mesh=mesh))
+    let_write_states(model, mesh)
     bind(model, "resize_token_embeddings", resize_token_embeddings)
     bind(model, "__deepcopy__", functools.partial(_copy_model, mesh, again))
     bind(model, "_apply", _apply_to_model)
@@ -335,6 +338,7 @@ def replace_methods_around(model: nn.Module, parts: Mapping[str, PreTrainedModel
     """Let the module's own ways to save find whole weights (rank 0 writes, all take part), and take whole ones."""
     _save_and_load_whole(model, parts, mesh)
     slices.let_ask(model, functools.partial(full_state_dict, mesh=mesh))
+    let_write_states(model, mesh)
     slices.count_changes_from_first_call(model)
 
 

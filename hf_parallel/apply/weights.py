@@ -38,7 +38,7 @@ from hf_parallel.checkpoint import full_state_dict as gather_state
 from hf_parallel.checkpoint.slices import find_local_part, list_axes_and_dims, read_part
 from hf_parallel.model.anatomy import StoredOrder
 from hf_parallel.ranks import assert_all_ranks
-from hf_parallel.ranks.mesh import get_stored, place_as
+from hf_parallel.ranks.mesh import ParallelMesh, get_stored, place_as
 from hf_parallel.ranks.steps import call_before_steps
 
 if TYPE_CHECKING:
@@ -69,7 +69,12 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     if state is None:
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
     assert_all_ranks("full_state_dict")
-    whole = gather_state(model, state.mesh)
+    return gather_whole_state(model, state.mesh)
+
+
+def gather_whole_state(model: nn.Module, mesh: ParallelMesh) -> dict[str, torch.Tensor]:
+    """Return what `full_state_dict` returns; all ranks are known to call it."""
+    whole = gather_state(model, mesh)
     own = {get_stored(parameter).data_ptr() for parameter in (*model.parameters(), *model.buffers())}
     whole = {name: tensor.clone() if tensor.data_ptr() in own else tensor for name, tensor in whole.items()}
     tied = getattr(model, "_hf_parallel_tied_keys", None) or {}

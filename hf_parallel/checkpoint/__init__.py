@@ -13,10 +13,13 @@ from hf_parallel.checkpoint.folder import (
 from hf_parallel.checkpoint.hub_format import list_names_in_order
 from hf_parallel.checkpoint.manifest import find_damages, has_manifest
 from hf_parallel.checkpoint.resume import (
+    gather_plain_state,
     has_optimizer,
+    list_names_of_groups,
     load_optimizer_state,
     refuse_unsavable_states,
     save_optimizer_state,
+    set_plain_state,
     write_refusal,
 )
 from hf_parallel.checkpoint.saving import (
@@ -49,12 +52,14 @@ __all__ = [
     "find_damages",
     "find_flaws",
     "full_state_dict",
+    "gather_plain_state",
     "make_save_current",
     "has_manifest",
     "has_optimizer",
     "load_optimizer_state",
     "load_weights",
     "list_names_in_order",
+    "list_names_of_groups",
     "make_parameter_groups",
     "list_local_parameters",
     "put_back_former",
@@ -62,6 +67,7 @@ __all__ = [
     "remove",
     "save_optimizer_state",
     "save_pretrained_model",
+    "set_plain_state",
     "start_writer",
     "stream_tensors",
     "write_refusal",

@@ -18,9 +18,9 @@ import functools
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ from hf_parallel.checkpoint.hub_format import (
 from hf_parallel.checkpoint.lazy_tensor import RangeFile, make_lazy_tensor, read_values
 from hf_parallel.checkpoint.saving import Saving, TensorFile, join_current_save, write_files
 from hf_parallel.checkpoint.slices import find_local_part, make_whole_part
-from hf_parallel.checkpoint.weights import split_into_files, taken
+from hf_parallel.checkpoint.weights import split_into_files, stream_tensors, taken
 from hf_parallel.checkpoint.writers import Item, assign_items
 from hf_parallel.model.anatomy import get_stored_order
 from hf_parallel.ranks.mesh import ParallelMesh, get_stored
@@ -334,16 +334,21 @@ def _read_saved_state(folder: str, stack: contextlib.ExitStack) -> OptimizerStat
 
 
 def _read_state_of_plain_trainer(path: str, ways: Sequence[list[list[str]]]) -> OptimizerState:
-    """Read `optimizer.pt`, where parameters have numbers; names follow from the groups' sizes."""
-    loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    """Read `optimizer.pt`, where parameters have numbers."""
+    return _name_states(path, torch.load(path, map_location="cpu", weights_only=True, mmap=True), ways)
+
+
+def _name_states(origin: str, loaded: Mapping[str, Any], ways: Sequence[list[list[str]]]) -> OptimizerState:
+    """Name the parameters of a plain state, which have numbers there; names follow from the groups' sizes."""
     sizes = [len(group["params"]) for group in loaded["param_groups"]]
     names = next((way for way in ways if [len(group) for group in way] == sizes), None)
     if names is None:
-        raise ValueError(f"{path} has groups of {sizes} parameters, this run {[len(group) for group in ways[0]]}")
+        raise ValueError(f"{origin} has groups of {sizes} parameters, this run {[len(group) for group in ways[0]]}")
     state = OptimizerState()
     numbered: dict[int, str] = {}
     for group, own in zip(loaded["param_groups"], names, strict=True):
-        options = {key: encode_as_json("optimizer.pt", key, value) for key, value in group.items() if key != "params"}
+        options = {key: encode_as_json(origin, key, value) for key, value in group.items() if key != "params"}
+        state.groups.append(options)
         state.options.update(dict.fromkeys(own, options))
         numbered.update(zip(group["params"], own, strict=True))
     for number, slots in loaded["state"].items():
@@ -351,8 +356,35 @@ def _read_state_of_plain_trainer(path: str, ways: Sequence[list[list[str]]]) -> 
             if torch.is_tensor(value) and value.ndim and slot != "step":
                 state.tensors[f"{numbered[number]}/{slot}"] = value
             else:
-                state.numbers.setdefault(numbered[number], {})[slot] = encode_as_json("optimizer.pt", slot, value)
+                state.numbers.setdefault(numbered[number], {})[slot] = encode_as_json(origin, slot, value)
     return state
+
+
+def _number_states(saved: OptimizerState) -> dict[str, Any]:
+    """Return whole states as `Optimizer.state_dict()` of one process does: parameters by number, group by group."""
+    numbered = {name: number for number, name in enumerate(saved.places)}
+    state: dict[int, dict[str, object]] = {}
+    for name, numbers in saved.numbers.items():
+        state[numbered[name]] = {slot: decode_from_json(value) for slot, value in numbers.items()}
+    for key, tensor in saved.tensors.items():
+        name, _, slot = key.partition("/")
+        state.setdefault(numbered[name], {})[slot] = read_values(tensor, make_whole_part(tensor.shape))
+    groups: list[dict[str, object]] = [
+        {key: decode_from_json(value, ()) for key, value in options.items() if key != "param_names"}
+        for options in saved.groups
+    ]
+    for place, group in enumerate(groups):
+        group["params"] = [numbered[name] for name in saved.places if saved.places[name] == place]
+    return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+
+def _find_unplain_kind(kind: str | None) -> str | None:
+    """Return why the state of an optimizer cannot be given as the optimizer itself keeps it in one process."""
+    if kind is not None and kind.startswith(("bitsandbytes.", "torchao.")):
+        return f"{kind} keeps codes, of which checkpoints have the values; AdamW works"
+    if kind is not None and " of " in kind:
+        return f"{kind} has a state_dict of its own; one optimizer, such as AdamW, works"
+    return None
 
 
 def write_plain(directory: str, out: str) -> None:
@@ -363,26 +395,54 @@ def write_plain(directory: str, out: str) -> None:
     """
     with contextlib.ExitStack() as stack:
         saved = _read_saved_state(os.path.join(directory, FOLDER), stack)
-        if saved.kind is not None and saved.kind.startswith(("bitsandbytes.", "torchao.")):
-            raise ValueError(f"--trainer: {saved.kind} keeps codes, of which checkpoints have the values; AdamW works")
-        if saved.kind is not None and " of " in saved.kind:
-            raise ValueError(
-                f"--trainer: {saved.kind} has a state_dict of its own; one optimizer, such as AdamW, works"
-            )
-        numbered = {name: number for number, name in enumerate(saved.places)}  # group by group, as the index has them
-        state: dict[int, dict[str, object]] = {}
-        for name, numbers in saved.numbers.items():
-            state[numbered[name]] = {slot: decode_from_json(value) for slot, value in numbers.items()}
-        for key, tensor in saved.tensors.items():
-            name, _, slot = key.partition("/")
-            state.setdefault(numbered[name], {})[slot] = read_values(tensor, make_whole_part(tensor.shape))
-    groups: list[dict[str, object]] = [
-        {key: decode_from_json(value, ()) for key, value in options.items() if key != "param_names"}
-        for options in saved.groups
-    ]
-    for place, group in enumerate(groups):
-        group["params"] = [numbered[name] for name in saved.places if saved.places[name] == place]
-    torch.save({"state": dict(sorted(state.items())), "param_groups": groups}, os.path.join(out, PLAIN))
+        if (reason := _find_unplain_kind(saved.kind)) is not None:
+            raise ValueError(f"--trainer: {reason}")
+        plain = _number_states(saved)
+    torch.save(plain, os.path.join(out, PLAIN))
+
+
+def gather_plain_state(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: ParallelMesh) -> dict[str, Any]:
+    """Return what `optimizer.state_dict()` of one process is, on rank 0's CPU; empty on other ranks. Collective.
+
+    Raises:
+        NotImplementedError: an optimizer whose state is not kept as that optimizer keeps it.
+    """
+    if (reason := _find_unplain_kind(name_kind_of(optimizer))) is not None:
+        raise NotImplementedError(f"hf_parallel: {reason}, and accelerator.save_state works")
+    for hook in getattr(optimizer, "_optimizer_state_dict_pre_hooks", {}).values():
+        hook(optimizer)
+    own = read_state(model, optimizer)
+    entries = gather_entries_of(model, mesh, own.tensors)
+    without_tensors = dataclasses.replace(own, tensors={}, options={})
+    saved = _join_states_of_stages(gather_from_stages(without_tensors, mesh), {})
+    if mesh.size("pp") > 1:
+        order = [name for name in list_names_in_order(model, mesh) if name in saved.places]
+        saved.places = {name: saved.places[name] for name in sorted(order, key=saved.places.__getitem__)}
+    groups = [Group((entry,), (entry,)) for entry in entries]
+    saved.tensors.update(stream_tensors(groups, own.tensors, mesh, limit=0))
+    return _number_states(saved) if mesh.rank == 0 else {}
+
+
+def set_plain_state(model: nn.Module, optimizer: Optimizer, loaded: Mapping[str, Any], mesh: ParallelMesh) -> None:
+    """Give the optimizer what `state_dict()` of one process was; this rank keeps its part. Collective over stages.
+
+    Raises:
+        ValueError: the state is of another model, or of other groups.
+    """
+    find_reaches(optimizer)  # of an optimizer as it was made
+    ways = [list_names_of_groups(model, optimizer, mesh)]
+    _set_optimizer_state(model, optimizer, _name_states("the state", loaded, ways))
+
+
+def list_names_of_groups(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: ParallelMesh) -> list[list[str]]:
+    """Return the names in each group of a script's optimizer, of all stages, in the order that one process has."""
+    of_parameter = {id(p): name for name, p in list_saved_parameters(model).items()}
+    own = [[of_parameter[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    if mesh.size("pp") == 1:
+        return own
+    merged = [set().union(*group) for group in zip(*gather_from_stages(own, mesh), strict=True)]
+    order = list_names_in_order(model, mesh)
+    return [[name for name in order if name in group] for group in merged]
 
 
 def _set_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:

@@ -6,11 +6,10 @@ nowhere, and each rank draws the random numbers of its part alone. Each function
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -26,7 +25,6 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.checkpoint.slices import find_local_part, list_axes_and_dims, read_part
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
-from hf_parallel.hooks.report import say
 from hf_parallel.model.calls import CACHES
 from hf_parallel.model.experts import iterate_experts
 from hf_parallel.model.known_masks import get_known_mask
@@ -168,59 +166,6 @@ def _write_elements(tensor: DTensor, index: Index, value: torch.Tensor | float) 
 def _keep(tensor: DTensor, whole: torch.Tensor) -> None:
     with torch.no_grad():
         get_stored(tensor).copy_(read_part(whole, find_local_part(tensor, order_of(tensor))))
-
-
-# ---- pickling -----------------------------------------------------------------------------------------------------
-
-
-@patch("torch:save", "pickles a part of the weights without a word")
-def save(original: Callable, obj: object, *args: object, **kwargs: object) -> object:
-    """Tell, in one line, that a script pickles parts: `torch.save(model.state_dict())` on rank 0."""
-    if any(getattr(found, "is_part_of_model", False) or isinstance(found, DTensor) for found in _iterate_inside(obj)):
-        _tell_of_parts()
-    return original(obj, *args, **kwargs)
-
-
-@functools.cache
-def _tell_of_parts() -> None:
-    say(
-        "torch.save is given what this rank stores, a part of the weights; write hf_parallel.full_state_dict(model), "
-        "called on all ranks, or model.save_pretrained (docs/idioms.md)"
-    )
-
-
-def _iterate_inside(obj: object, depth: int = 6) -> Iterator[object]:
-    """An object and what it contains; of long lists, which hold data, only themselves."""
-    yield obj
-    values = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, list | tuple) and len(obj) < 100 else ()
-    for value in values if depth else ():
-        yield from _iterate_inside(value, depth - 1)
-
-
-# ---- a plain model that takes the weights of a parallel one -------------------------------------------------------
-
-
-@patch("torch.nn.modules.module:Module.load_state_dict", "cannot copy parts into whole weights")
-def load_whole_weights(
-    original: Callable, self: nn.Module, state_dict: Mapping[str, Any], *args: object, **kwargs: object
-) -> object:
-    """Load what a parallel model's `state_dict` gives into a model that is made in code, whole as in one process.
-
-    Collective over the ranks that hold parts.
-    """
-    parts = {name: value for name, value in state_dict.items() if isinstance(value, DTensor)}
-    of_stage = getattr(state_dict, "is_part_of_model", False)
-    if not (parts or of_stage):
-        return original(self, state_dict, *args, **kwargs)
-    is_parallel = any("_hf_parallel" in vars(module) for module in self.modules())
-    if is_parallel or any(isinstance(p, DTensor) for p in self.parameters()):
-        return original(self, state_dict, *args, **kwargs)
-    if of_stage:
-        what = f"{type(self).__name__}.load_state_dict of a model under pp_size={runtime.mesh().size('pp')}"
-        refuse(what, "its state has the weights of one stage", do="copy.deepcopy(model) or pp_size=1 works")
-    whole: Any = copy.copy(state_dict)  # with what torch notes on it
-    whole.update((name, full_tensor(value)) for name, value in parts.items())
-    return original(self, whole, *args, **kwargs)
 
 
 # ---- Layers that are recomputed, in transformers before 5.23: around the layer's hooks, which ran again with it

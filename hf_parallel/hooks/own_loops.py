@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from hf_parallel.apply.own_files import note_optimizer
 from hf_parallel.apply.parallelize import ParallelState, clip_together, state_of
 from hf_parallel.apply.weights import full_tensor, list_parallel_models, reduce_to_whole_number, store
 from hf_parallel.ask.session import of_process, of_session
@@ -330,6 +331,7 @@ def make_optimizer(original: Callable, self: Optimizer, params: Any, *args: Any,
     original(self, params, *args, **kwargs)
     if _trains_together():
         of_process(_Beside).name_next(self)
+        note_optimizer(self)
 
 
 def _trains_together() -> bool:

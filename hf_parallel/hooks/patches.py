@@ -15,6 +15,7 @@ from hf_parallel.hooks import (  # noqa: F401
     loading,
     model_parts,
     monitoring,
+    own_files,
     own_loops,
     sentence_transformers,
     transformers,

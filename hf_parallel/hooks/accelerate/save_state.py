@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
-from hf_parallel.checkpoint.hub_format import gather_from_stages
 from hf_parallel.hooks import hangs, runtime
 from hf_parallel.hooks.accelerate import processes
 from hf_parallel.hooks.patching import patch
@@ -77,7 +76,9 @@ def _write_accelerator_state(accelerator: Accelerator, saving: folders.Checkpoin
     replaced = _run_save_hooks(accelerator, folder)
     for number, model in enumerate(accelerator._models):
         where = _number_file_name(folder, "model", number) if number else folder
-        if number not in replaced and hasattr(model, "save_pretrained"):
+        # Models of other libraries name their files as they like; `load_state` reads what accelerate would write.
+        names_files = hasattr(model, "base_model_prefix") or hasattr(model, "peft_config")
+        if number not in replaced and names_files:
             model.save_pretrained(where)
             continue
         tensors = replaced[number] if number in replaced else folders.full_state_dict(model, mesh)
@@ -228,13 +229,7 @@ def _load_state_from(accelerator: Accelerator, folder: str, load_kwargs: object,
         inner = get_inner_optimizer(optimizer)
         groups = []
         if not os.path.isdir(os.path.join(folder, name)):
-            # The names in each group of a script's optimizer, those of all stages, in the model's order.
-            mesh = runtime.mesh()
-            of_parameter = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
-            own = [{of_parameter[id(p)] for p in group["params"]} for group in inner.param_groups]
-            merged = [set().union(*group) for group in zip(*gather_from_stages(own, mesh), strict=True)]
-            order = folders.list_names_in_order(model, mesh)
-            groups = [[[one for one in order if one in group] for group in merged]]
+            groups = [folders.list_names_of_groups(model, inner, runtime.mesh())]
         folders.load_optimizer_state(model, inner, folder, groups, folder=name, plain=f"{name}.bin")
     totals = [getattr(scheduler.scheduler, "total_steps", None) for scheduler in accelerator._schedulers]
     rest = (accelerator._schedulers, accelerator._dataloaders, rng, accelerator.scaler, "cpu", load_kwargs)
