@@ -124,8 +124,9 @@ def make_whole(call: str, obj: object) -> tuple[object, bool]:
             for _, model, _ in known.iterate_models():
                 refuse_changes_of_rank_0(model)
         parts.answers[question] = _gather(known, question)
-    send_from_one(lambda: None)
-    return parts.replace(obj), not alone
+    made: list[object] = []
+    send_from_one(lambda: made.append(parts.replace(obj)))  # what it raises, all raise
+    return made[0], not alone
 
 
 def _answer_questions(known: KnownStates) -> None:
@@ -255,13 +256,14 @@ class _Parts:
 
     def _find_place(self, key: str, value: torch.Tensor) -> tuple[int, str] | None:
         """Return number of the model and name there of a part: by its memory, else by its name and values."""
-        stored = get_stored(value)
-        if stored.numel() and (place := self.places.get((stored.data_ptr(), value.shape))) is not None:
+        stored, is_part = get_stored(value), isinstance(value, DTensor)
+        place = self.places.get((stored.data_ptr(), value.shape)) if stored.numel() else None
+        if place is not None and (is_part or self.elsewhere[place[0]]):
             other = self.own[place[0]].get(key)  # a tied weight has several names
             same = other is not None and get_stored(other).data_ptr() == stored.data_ptr()
             return (place[0], key) if same else place
         for number, own in self.own.items():
-            if not isinstance(value, DTensor) and self.models[number][1].size("pp") == 1:
+            if not (is_part or self.elsewhere[number]):
                 continue
             for name, tensor in own.items():
                 alike = key and f".{key}".endswith(f".{name}") or key and f".{name}".endswith(f".{key}")

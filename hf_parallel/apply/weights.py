@@ -76,9 +76,10 @@ def gather_whole_state(model: nn.Module, mesh: ParallelMesh) -> dict[str, torch.
     """Return what `full_state_dict` returns; all ranks are known to call it."""
     whole = gather_state(model, mesh)
     own = {get_stored(parameter).data_ptr() for parameter in (*model.parameters(), *model.buffers())}
-    whole = {name: tensor.clone() if tensor.data_ptr() in own else tensor for name, tensor in whole.items()}
-    tied = getattr(model, "_hf_parallel_tied_keys", None) or {}
-    return whole | {target: whole[source] for target, source in tied.items() if source in whole}
+    copies = {
+        id(tensor): tensor.clone() for tensor in whole.values() if tensor.data_ptr() in own
+    }  # one for tied names
+    return {name: copies.get(id(tensor), tensor) for name, tensor in whole.items()}
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

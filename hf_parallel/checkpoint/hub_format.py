@@ -148,7 +148,7 @@ def list_saved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
     A parameter that the script has tied has its first name, as `named_parameters()` gives it.
     """
-    tied = _find_tied_parameters(model)
+    tied = find_tied_parameters(model)
     found: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -160,7 +160,7 @@ def list_saved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def list_names_in_order(model: nn.Module, mesh: ParallelMesh) -> list[str]:
     """Return the names of all stages' parameters, in the order of the whole model. Collective over stages."""
-    tied = _find_tied_parameters(model)
+    tied = find_tied_parameters(model)
     places: dict[str, tuple] = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
         # A parameter's place in the tree: stages replace modules in place, so all agree on the order.
@@ -182,7 +182,8 @@ def list_tied_names(model: nn.Module) -> set[str]:
     return set(getattr(model, "_hf_parallel_tied_keys", None) or getattr(model, "all_tied_weights_keys", None) or ())
 
 
-def _find_tied_parameters(model: nn.Module) -> dict[str, str]:
+def find_tied_parameters(model: nn.Module) -> dict[str, str]:
+    """Return the names of weights that a config ties, and the name under which each is saved."""
     keys = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_hf_parallel_tied_keys", None)
     return dict(keys) if isinstance(keys, dict) else {}
 

@@ -22,7 +22,14 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.checkpoint.hub_format import Entry, Group, gather_entries_of, list_tied_names, make_hub_groups
+from hf_parallel.checkpoint.hub_format import (
+    Entry,
+    Group,
+    find_tied_parameters,
+    gather_entries_of,
+    list_tied_names,
+    make_hub_groups,
+)
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor, RangeFile, make_lazy_tensor, read_values
 from hf_parallel.checkpoint.saving import (
     Saving,
@@ -97,6 +104,8 @@ def full_state_dict(
 ) -> dict[str, torch.Tensor]:
     """Gather all weights on rank 0's CPU; an empty dict elsewhere. For scripts that ask for it: it needs the memory.
 
+    A tied weight has all its names, as in a model's `state_dict()`.
+
     Args:
         wanted: by name, the same answer on all ranks; default: all.
     """
@@ -108,6 +117,9 @@ def full_state_dict(
         one, other = map(named.get, pair)
         if one is not None and other is not None:
             whole[one] = whole[other]
+    for name, first in find_tied_parameters(model).items():
+        if first in whole and (wanted is None or wanted(name)):
+            whole[name] = whole[first]
     return whole
 
 
@@ -120,9 +132,10 @@ def list_entries(model: nn.Module, mesh: ParallelMesh) -> list[Entry]:
 
 
 def _list_ties_inside(model: nn.Module) -> list[tuple[str, str]]:
-    """Return the pairs of names that configs tie in models inside others, as PEFT's are; without `base_layer`."""
+    """Return the pairs of names that configs tie in a model and those inside it; without PEFT's `base_layer`."""
     held = {path: vars(inner).get("_hf_parallel_tied_keys") or {} for path, inner in model.named_modules()}
-    return [(f"{path}.{key}", f"{path}.{source}") for path, ties in held.items() for key, source in ties.items()]
+    pairs = [(path, pair) for path, ties in held.items() for pair in ties.items()]
+    return [(f"{path}.{key}", f"{path}.{source}") if path else (key, source) for path, (key, source) in pairs]
 
 
 def _find_ties_of_script(model: nn.Module) -> dict[str, str]:

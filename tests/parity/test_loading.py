@@ -33,8 +33,7 @@ def save_and_load(name: str, folder: str) -> dict[str, torch.Tensor]:
     """Save as on the Hub; returns the tensors that plain transformers loads from there."""
     converted.build(name).save_pretrained(folder)
     model = converted.auto_class(name).from_pretrained(folder)
-    tied = set(model.all_tied_weights_keys)
-    return {key: tensor for key, tensor in model.state_dict().items() if key not in tied}
+    return dict(model.state_dict())
 
 
 def cut_everything(model: torch.nn.Module, mesh, pack=None) -> torch.nn.Module:

@@ -1,11 +1,15 @@
 """Files that a script writes and reads by itself, `torch.save(model.state_dict())` on rank 0: as in one process."""
 
+import contextlib
+import io
 import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from safetensors.torch import load_file, load_model, save_file, save_model
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.distributed import run, run_alone
@@ -32,49 +36,57 @@ def begin(spec: str | None, folder: str, kind: str = "AdamW") -> tuple:
         "SGD": lambda: torch.optim.SGD(groups, lr=1e-1, momentum=0.9),
         "plain SGD": lambda: torch.optim.SGD(groups, lr=1e-1),
     }
-    model, optimizer = accelerator.prepare(model, made[kind]())
-    count = accelerator.num_processes
+    optimizer, count = made[kind](), accelerator.num_processes
+    length = 2 * STEPS * count  # accelerate steps a schedule once per data rank
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / length)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     batches = [batch[accelerator.process_index :: count] for batch in rows(STEPS, 4, 33)]
-    return accelerator, model, optimizer, batches
+    return accelerator, model, optimizer, scheduler, batches
 
 
-def go_on(accelerator, model, optimizer, batches: list) -> list:
+def go_on(accelerator, model, optimizer, scheduler, batches: list) -> list:
     found = []
     for batch in batches:
         loss = model(input_ids=batch, labels=batch).loss
         loss_and_norm = take_step(accelerator, model, optimizer, loss)
+        scheduler.step()
         found.append([accelerator.gather(torch.tensor([loss_and_norm[0]])).mean().item(), loss_and_norm[1]])
     return found
 
 
 def write(spec: str | None, folder: str, out: str, kind: str = "AdamW") -> list:
     """Five steps. After three rank 0 writes states as scripts do, alone; at the end all ranks call what writes."""
-    accelerator, model, optimizer, batches = begin(spec, folder, kind)
-    found = go_on(accelerator, model, optimizer, batches[:SAVED])
+    accelerator, model, optimizer, scheduler, batches = begin(spec, folder, kind)
+    found = go_on(accelerator, model, optimizer, scheduler, batches[:SAVED])
     inner = accelerator.unwrap_model(model)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         os.makedirs(out, exist_ok=True)
         states = {"model": inner.state_dict(), "optimizer": optimizer.state_dict(), "step": SAVED}
-        torch.save(states, f"{out}/states.pt")
+        torch.save({**states, "scheduler": scheduler.state_dict()}, f"{out}/states.pt")
         half = {name: value.to(torch.bfloat16, copy=True) for name, value in inner.state_dict().items()}
         torch.save({"inside": [inner.base_model.state_dict(), {"half": half}]}, f"{out}/other.pt")
         save_model(inner, f"{out}/model.safetensors")
+        save_file(unalias(accelerator.get_state_dict(model)), f"{out}/state_dict.safetensors")
     accelerator.wait_for_everyone()
     accelerator.save(inner.state_dict(), f"{out}/accelerate.pt")
     torch.save(inner.state_dict(), f"{out}/all.pt")
     whole = torch.load(f"{out}/all.pt", weights_only=True)  # each rank finds it
     assert not {type(value) for value in whole.values()} - {torch.Tensor}
-    found += go_on(accelerator, model, optimizer, batches[SAVED:])
+    found += go_on(accelerator, model, optimizer, scheduler, batches[SAVED:])
     if accelerator.is_main_process:  # while the others end
-        save_file({name: value.clone() for name, value in inner.state_dict().items()}, f"{out}/last.safetensors")
+        save_file(unalias(inner.state_dict()), f"{out}/last.safetensors")
     accelerator.end_training()
     return found
 
 
+def unalias(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in state.items()}
+
+
 def read(spec: str | None, folder: str, out: str, file: str, kind: str = "AdamW") -> list:
     """The last two steps, from what another run has written."""
-    accelerator, model, optimizer, batches = begin(spec, folder, kind)
+    accelerator, model, optimizer, scheduler, batches = begin(spec, folder, kind)
     states = torch.load(f"{out}/states.pt", map_location="cpu", weights_only=True)
     inner = accelerator.unwrap_model(model)
     if file == "safetensors":
@@ -82,7 +94,8 @@ def read(spec: str | None, folder: str, out: str, file: str, kind: str = "AdamW"
     else:
         assert str(inner.load_state_dict(states["model"])) == "<All keys matched successfully>"
     optimizer.load_state_dict(states["optimizer"])
-    return go_on(accelerator, model, optimizer, batches[states["step"] :])
+    scheduler.load_state_dict(states["scheduler"])
+    return go_on(accelerator, model, optimizer, scheduler, batches[states["step"] :])
 
 
 def same(found, wanted, where: str = "") -> None:
@@ -100,11 +113,7 @@ def same(found, wanted, where: str = "") -> None:
         close = {"rtol": 1e-2, "atol": 1e-4} if wanted.dtype == torch.bfloat16 else CLOSE  # an ulp of bf16
         torch.testing.assert_close(found, wanted, **close, msg=lambda text: f"{where}: {text}")
     else:
-        assert found == wanted, where
-
-
-def size_of(spec: str) -> int:
-    return axes(spec)["world"]
+        assert found == (pytest.approx(wanted) if isinstance(wanted, float) else wanted), where
 
 
 @pytest.fixture(scope="module")
@@ -147,14 +156,14 @@ WRITERS = {
 def test_written_and_read(runs, alone, tmp_path, spec, name):
     """The files are those of one process, on whatever layout; another layout goes on from them, and one process."""
     (wanted, losses), out, other = alone(name), str(tmp_path / "out"), WRITERS[spec]
-    found = run(write, size_of(spec), spec, runs.initial(name), out)
+    found = run(write, axes(spec)["world"], spec, runs.initial(name), out)
     torch.testing.assert_close(found[0], losses, **CLOSE)
     compare_files(out, wanted)
     for file in ("torch", "safetensors"):
         if other is None:
             again = run_alone(read, None, runs.initial(name), out, file)
         else:
-            again = run(read, size_of(other), other, runs.initial(name), out, file)[0]
+            again = run(read, axes(other)["world"], other, runs.initial(name), out, file)[0]
         torch.testing.assert_close(again, losses[SAVED:], **CLOSE)
 
 
@@ -167,3 +176,103 @@ def test_optimizers_with_less(runs, alone, tmp_path, spec, kind):
     for other in ("tp=2", "pp=2"):
         again = run(read, 2, other, runs.initial("llama"), wanted, "torch", kind)[0]
         torch.testing.assert_close(again, losses[SAVED:], **CLOSE)
+
+
+class Network(nn.Module):
+    """A model of another library: it has a `save_pretrained` that names its file as it likes, and a tied weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.inner, self.head = nn.Embedding(515, 33), nn.Linear(33, 33), nn.Linear(33, 515, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.inner(self.embed(tokens))))
+
+    def save_pretrained(self, folder):
+        os.makedirs(folder, exist_ok=True)
+        save_model(self, f"{folder}/network.safetensors")
+
+
+def train_network(spec: str | None, out: str) -> dict:
+    """A loop over a plain module: rank 0 saves it, samples from it, and all ranks save and load the loop's state."""
+    activate(spec)
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(5)
+    network = Network()
+    network, optimizer = accelerator.prepare(network, torch.optim.AdamW(network.parameters(), lr=1e-2, eps=1e-4))
+    count, found = accelerator.num_processes, []
+
+    def step(batch):
+        mine = batch[accelerator.process_index :: count]
+        loss = nn.functional.cross_entropy(network(mine[:, :-1]).flatten(0, 1), mine[:, 1:].flatten())
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return accelerator.gather(loss.detach()[None]).mean().item()
+
+    batches = rows(4, 4, 33)
+    found += [step(batch) for batch in batches[:2]]
+    inner = accelerator.unwrap_model(network)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        inner.save_pretrained(out)
+        with torch.no_grad():
+            found.append(inner(batches[0]).double().norm().item())
+        torch.save({"network": inner.state_dict(), "optimizer": optimizer.state_dict()}, f"{out}/network.pt")
+    accelerator.wait_for_everyone()
+    accelerator.save_state(f"{out}/state")
+    found += [step(batch) for batch in batches[2:]]
+    accelerator.load_state(f"{out}/state")
+    again = [step(batch) for batch in batches[2:]]
+    accelerator.end_training()
+    return {"found": found, "again": again}
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "zero_stage=1,dp_shard=2", "dp_replicate=2"])
+def test_plain_module(tmp_path, spec):
+    wanted = run_alone(train_network, None, str(tmp_path / "one"))
+    first = run(train_network, 2, spec, str(tmp_path / "several"))[0]
+    torch.testing.assert_close(first["found"], wanted["found"], **CLOSE)
+    torch.testing.assert_close(first["again"], wanted["found"][3:], **CLOSE)
+    for file in ("network.safetensors", "state/model.safetensors"):
+        same(*(load_file(tmp_path / where / file) for where in ("several", "one")), file)
+    same(*(torch.load(tmp_path / where / "network.pt") for where in ("several", "one")))
+
+
+def write_less(spec: str, folder: str, out: str) -> dict[str, str]:
+    """What is said or raised where a file cannot be that of one process."""
+    accelerator, model, optimizer, scheduler, batches = begin(spec, folder)
+    go_on(accelerator, model, optimizer, scheduler, batches[:1])
+    inner, rank = accelerator.unwrap_model(model), dist.get_rank()
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        for _ in range(2):
+            torch.save(inner.state_dict(), f"{out}/{rank}.pt")
+    found = {"each": said.getvalue()}
+    tries = {
+        "model": lambda: torch.save(inner, f"{out}/model.pt"),
+        "some": lambda: torch.save({n: p for n, p in inner.state_dict().items() if "mlp" in n}, f"{out}/some.pt"),
+    }
+    for name, attempt in tries.items():
+        try:
+            attempt()
+            found[name] = ""
+        except Exception as error:
+            found[name] = str(error)
+    accelerator.end_training()
+    return found
+
+
+@pytest.mark.parametrize("spec", ["pp=2", "dp_shard=2"])
+def test_files_that_hold_less(runs, tmp_path, spec):
+    first, second = run(write_less, 2, spec, runs.initial("llama"), str(tmp_path))
+    assert first["each"].count("a part of the weights") == 1
+    assert first["model"] == second["model"]
+    assert "torch.save of a model" in first["model"]
+    if "pp" in spec:
+        assert "pp_size=2" in first["some"]
+        assert "full_state_dict" in first["some"]
+    else:
+        assert first["some"] == ""
+        some = torch.load(tmp_path / "some.pt")
+        assert {tuple(value.shape) for value in some.values()} == {(64, 128), (128, 64)}

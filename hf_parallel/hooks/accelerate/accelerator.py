@@ -9,7 +9,7 @@ import os
 import types
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from transformers.utils import ModelOutput
 
+from hf_parallel.apply.own_files import make_whole
 from hf_parallel.apply.parallelize import clip_together, parallelize
 from hf_parallel.apply.weights import former_parameters, note_former_parameters
 from hf_parallel.ask.keys.layers import check_compiled
@@ -29,7 +30,6 @@ from hf_parallel.axes.data.lowered import compute_in
 from hf_parallel.axes.data.parameters import add_late_parameters
 from hf_parallel.axes.pipeline.batches import count_causal_targets
 from hf_parallel.axes.tensor.axis import TENSOR
-from hf_parallel.checkpoint import full_state_dict
 from hf_parallel.checkpoint.codes import count_unlike_blocks
 from hf_parallel.hooks import bitsandbytes, hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate import loop_losses
@@ -41,7 +41,6 @@ from hf_parallel.hooks.trainer.rows import without_targets
 from hf_parallel.model.anatomy import list_transformer_blocks
 from hf_parallel.model.calls import bind_by_name
 from hf_parallel.model.families import MASKED_MEANS
-from hf_parallel.ranks import assert_all_ranks
 from hf_parallel.ranks.local import WholeWhenRead, get_local, whole_when_read
 
 if TYPE_CHECKING:
@@ -474,8 +473,8 @@ def clip_grad_norm_(
 def get_state_dict(
     original: Callable, self: Accelerator, model: nn.Module, unwrap: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Return whole tensors on rank 0 and nothing on other ranks. Collective."""
+    """Return whole tensors on rank 0 and nothing on other ranks. Rank 0 may be alone while the others wait for it."""
     if runtime.find_parallel_state(model) is None:
         return original(self, model, unwrap)
-    assert_all_ranks("accelerator.get_state_dict")
-    return full_state_dict(model, runtime.mesh())
+    whole = make_whole("accelerator.get_state_dict", model.state_dict())[0]
+    return cast(dict[str, torch.Tensor], whole) if runtime.mesh().rank == 0 else {}

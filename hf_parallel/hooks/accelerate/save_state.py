@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from hf_parallel.ranks import assert_all_ranks, messages
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.scheduler import AcceleratedScheduler
     from torch import nn
 
 # ---- saving ------------------------------------------------------------------------------------------------------
@@ -83,16 +84,17 @@ def _write_accelerator_state(accelerator: Accelerator, saving: folders.Checkpoin
             continue
         tensors = replaced[number] if number in replaced else folders.full_state_dict(model, mesh)
         if mesh.rank == 0 and tensors:
+            from accelerate.utils.other import clean_state_dict_for_safetensors
             from safetensors.torch import save_file
 
             with saving.noting():
                 os.makedirs(where, exist_ok=True)
-                save_file(tensors, os.path.join(where, "model.safetensors"))
+                save_file(clean_state_dict_for_safetensors(tensors), os.path.join(where, "model.safetensors"))
     for number, optimizer in enumerate(accelerator._optimizers):
         model = _find_model_of(accelerator, optimizer)
         name = _number_file_name("", "optimizer", number)
         folders.save_optimizer_state(model, get_inner_optimizer(optimizer), mesh, folder, folder=name)
-    schedulers, loaders = accelerator._schedulers, accelerator._dataloaders
+    schedulers, loaders = [each.scheduler for each in accelerator._schedulers], accelerator._dataloaders
     with saving.noting():
         state = (accelerator.step, accelerator.scaler)
         save_accelerator_state(folder, [], [], schedulers, loaders, mesh.rank, *state)
@@ -142,6 +144,33 @@ def _find_model_of(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -
     own = {id(p) for group in get_inner_optimizer(optimizer).param_groups for p in group["params"]}
     models = accelerator._models
     return next((model for model in models if any(id(p) in own for p in model.parameters())), models[0])
+
+
+# ---- the schedule in a file of the script's own --------------------------------------------------------------------
+# accelerate steps a schedule once per data rank. The state that a script gets counts steps as in one process does.
+
+
+@patch("accelerate.scheduler:AcceleratedScheduler.state_dict", "counts a step once per data rank")
+def give_state_of_scheduler(original: Callable, self: AcceleratedScheduler) -> dict[str, Any]:
+    """Return the state of one process."""
+    return _scale_counts(self, original(self), 1 / runtime.mesh().data_size)
+
+
+@patch("accelerate.scheduler:AcceleratedScheduler.load_state_dict", "counts a step once per data rank")
+def take_state_of_scheduler(original: Callable, self: AcceleratedScheduler, state_dict: dict[str, Any]) -> None:
+    """Load the state of one process."""
+    own = getattr(self.scheduler, "total_steps", None)
+    original(self, _scale_counts(self, state_dict, runtime.mesh().data_size))
+    if own is not None:
+        self.scheduler.total_steps = own
+
+
+def _scale_counts(scheduler: AcceleratedScheduler, state: dict[str, Any], factor: float) -> dict[str, Any]:
+    if scheduler.split_batches or not scheduler.step_with_optimizer:
+        return state
+    counts = {"last_epoch": 0, "_step_count": 1}  # and where they begin
+    scaled = {key: first + round((state[key] - first) * factor) for key, first in counts.items() if key in state}
+    return {**state, **scaled}
 
 
 # ---- loading -----------------------------------------------------------------------------------------------------
@@ -232,7 +261,8 @@ def _load_state_from(accelerator: Accelerator, folder: str, load_kwargs: object,
             groups = [folders.list_names_of_groups(model, inner, runtime.mesh())]
         folders.load_optimizer_state(model, inner, folder, groups, folder=name, plain=f"{name}.bin")
     totals = [getattr(scheduler.scheduler, "total_steps", None) for scheduler in accelerator._schedulers]
-    rest = (accelerator._schedulers, accelerator._dataloaders, rng, accelerator.scaler, "cpu", load_kwargs)
+    schedulers = [each.scheduler for each in accelerator._schedulers]
+    rest = (schedulers, accelerator._dataloaders, rng, accelerator.scaler, "cpu", load_kwargs)
     accelerator.step = load_accelerator_state(folder, [], [], *rest).get("step", accelerator.step)
     if layout := read_layout_of(folder):
         then = max(layout["data_ranks"]) + 1
