@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator, utils
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState
+from torch.utils.data import DataLoader
 
 from hf_parallel.ask.config import SpecError
 from hf_parallel.ranks.groups import time_out
@@ -76,3 +77,28 @@ def test_settings_on_data_ranks():
 
 def test_settings_on_one_data_rank():
     assert run(on_one, 2, init=False) == [(False, True)] * 2
+
+
+def compare_shapes(spec):
+    """What is found of unlike shapes, and of a last batch of which data ranks have unlike parts."""
+    activate(spec)
+    accelerator = Accelerator()
+    mine = torch.ones(2, 3 + accelerator.process_index)
+    found = []
+    for collective in (accelerator.gather, accelerator.reduce, utils.reduce, utils.gather):
+        with pytest.raises(utils.operations.DistributedOperationException) as caught:
+            collective(mine)
+        found.append(str(caught.value))
+    loader = accelerator.prepare(DataLoader(torch.arange(7.0)[:, None], 2))
+    rows = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
+    return found, accelerator.gather(mine[:, :3]).shape, accelerator.reduce(mine[:, :3]).shape, rows.flatten().tolist()
+
+
+def test_debug_mode_compares_shapes():
+    """`ACCELERATE_DEBUG_MODE` names the shapes of all data ranks; the start of a last batch is none."""
+    for found, gathered, reduced, rows in run(
+        compare_shapes, 2, "dp_shard=2", init=False, env={"ACCELERATE_DEBUG_MODE": "1"}
+    ):
+        assert all("[2, 3]" in words and "[2, 4]" in words for words in found)
+        assert (gathered, reduced) == ((4, 3), (2, 3))
+        assert rows == list(range(7))

@@ -6,6 +6,7 @@ seed and cut by them. The main process, the last one and names of files go by gl
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
@@ -286,6 +287,7 @@ def _count_sharing_ranks(dataloader: DataLoader) -> int:
 @patch("accelerate.utils.operations:gather", "gathers over all processes", copies=True)
 def gather(original: Callable, tensor: object) -> object:
     """Gather one entry per data rank, in their order; data ranks may have unlike numbers of rows."""
+    from accelerate.state import GradientState
     from accelerate.utils.operations import recursively_apply
 
     if isinstance(tensor, PerExample):
@@ -297,7 +299,19 @@ def gather(original: Callable, tensor: object) -> object:
     if (lists := find_lists_per_example(tensor)) and runtime.mesh().data_size > 1:
         batch = cast(dict, tensor)
         return type(batch)({key: gather(original, lists.get(key, value)) for key, value in batch.items()})
-    return recursively_apply(_gather_unlike_tensors, tensor, error_on_other_type=True)
+
+    def gather_tensors(tensor: object) -> object:
+        return recursively_apply(_gather_unlike_tensors, tensor, error_on_other_type=True)
+
+    may_differ = runtime.mesh().config.shares_batches or is_ragged(GradientState())
+    return (gather_tensors if may_differ else _check_shapes_first(original, gather_tensors))(tensor)
+
+
+def _check_shapes_first(original: Callable, replacement: Callable) -> Callable:
+    """Let `ACCELERATE_DEBUG_MODE` compare shapes, as it does before the `original`."""
+    from accelerate.utils.operations import verify_operation
+
+    return verify_operation(functools.wraps(original)(replacement))
 
 
 def gather_examples(examples: PerExample) -> list:
@@ -416,4 +430,7 @@ def reduce(original: Callable, tensor: object, reduction: str = "mean", scale: f
         dist.all_reduce(value, operation, group=mesh.data_group)
         return value / mesh.data_size if reduction == "mean" else value
 
-    return recursively_apply(reduce_one, tensor, error_on_other_type=True)
+    def reduce_all(tensor: object) -> object:
+        return recursively_apply(reduce_one, tensor, error_on_other_type=True)
+
+    return _check_shapes_first(original, reduce_all)(tensor)
