@@ -146,6 +146,19 @@ def skip_first_batches(original: Callable, dataloader: DataLoader, num_batches: 
     return rest
 
 
+@patch("accelerate.data_loader:DataLoaderShard.set_epoch", "tells a shared-out sampler, not a script's, nor data sets")
+def set_epoch_of_loader(original: Callable, self: DataLoaderShard, epoch: int) -> None:
+    """Tell the epoch to what is told it in one process, where data ranks do not share out the batches of a sampler."""
+    from accelerate.data_loader import BatchSamplerShard
+
+    sampler: Any = self.batch_sampler
+    if not isinstance(sampler, BatchSamplerShard):
+        return original(self, epoch)
+    self.iteration = epoch
+    told = types.SimpleNamespace(iteration=epoch, batch_sampler=sampler.batch_sampler, dataset=self.dataset)
+    return original(told, epoch)
+
+
 @patch("accelerate.data_loader:DataLoaderStateMixin.begin", "takes the length of the data set for its sampler's")
 def begin_pass(original: Callable, self: Any) -> None:
     """Count what the last batch has of the rows that the sampler draws, which may be fewer or more than there are."""
