@@ -82,11 +82,13 @@ def _write_accelerator_state(accelerator: Accelerator, saving: folders.Checkpoin
             continue
         tensors = replaced[number] if number in replaced else folders.full_state_dict(model, mesh)
         if mesh.rank == 0 and tensors:
+            from accelerate.utils import clean_state_dict_for_safetensors
             from safetensors.torch import save_file
 
             with saving.noting():
                 os.makedirs(where, exist_ok=True)
-                save_file(tensors, os.path.join(where, "model.safetensors"))
+                # A tied weight under its first name, as accelerate saves it; `load_weights` finds it there.
+                save_file(clean_state_dict_for_safetensors(tensors), os.path.join(where, "model.safetensors"))
     for number, optimizer in enumerate(accelerator._optimizers):
         model = _find_model_of(accelerator, optimizer)
         name = _number_file_name("", "optimizer", number)
