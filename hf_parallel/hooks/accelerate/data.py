@@ -84,12 +84,25 @@ def prepare_data_loader(original: Callable, dataloader: DataLoader, *args: objec
         if getattr(prepared, "synchronized_generator", None) is not None:
             prepared.synchronized_generator = None
             prepared.rng_types = [kind for kind in prepared.rng_types or () if kind != "generator"]
+    _refuse_batches_without_size(dataloader, prepared)
     check_loader(prepared, of_loop := runtime.is_loop())
     if of_loop and mesh.data_size > 1:
         for note in list_notes_on_workers(prepared):
             report.say(note)
     # A loader that draws its order advances the numbers of the next one, and even one in order draws a seed.
     return _shard_by_data_rank(prepared, mesh.config.world_size > mesh.data_size or not is_seeded)
+
+
+def _refuse_batches_without_size(dataloader: DataLoader, prepared: Any) -> None:
+    from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
+
+    ranks, has_batches = runtime.mesh().data_size, dataloader.batch_sampler is not None
+    if ranks == 1 or has_batches or isinstance(dataloader.sampler, BatchSampler):
+        return
+    by_rank = isinstance(prepared.dataset, IterableDatasetShard) or not isinstance(prepared.dataset, IterableDataset)
+    if by_rank and not isinstance(prepared, DataLoaderDispatcher):
+        why = "each example is a batch, which they cannot share out by themselves"
+        refuse(f"batch_size=None with {ranks} data ranks", why, "dispatch_batches=True")
 
 
 def _shard_by_data_rank(prepared: DataLoaderShard, shared: bool) -> object:
