@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
@@ -124,35 +124,59 @@ def reduce_to_whole_number(tensor: Any) -> torch.Tensor:
 
     Collective over the ranks that have a part, in groups apart from training's; nothing is sent where each has it.
     """
-    states: list[Any] = [vars(model)["_hf_parallel"] for model in _models if "_hf_parallel" in vars(model)]
-    groups = states[0].mesh.groups if states else None
-    if groups is None or all(placement.is_replicate() for placement in tensor.placements):
+    if _find_groups() is None or all(placement.is_replicate() for placement in tensor.placements):
         return tensor.detach().full_tensor()
     own = get_stored(tensor).detach()  # in this order: torch 2.15 reduces a norm that is detached
     exact = torch.int64 if own.dtype in _EXACT else torch.promote_types(own.dtype, torch.float64)
-    number = own.sum().to("cpu", exact)  # zero where another rank stores it
+
+    def combine(placement: Any, numbers: torch.Tensor) -> torch.Tensor:
+        norm_type = getattr(placement, "norm_type", None)
+        if norm_type is not None:  # of sums of powers that are norms already
+            return torch.linalg.vector_norm(numbers, norm_type)
+        return _COMBINED[getattr(placement, "reduce_op", "sum")](numbers)
+
+    number = _reduce_over_parts(tensor, own.sum().to("cpu", exact), combine)  # zero where another rank stores it
+    return number.to(own.device, own.dtype).reshape(tensor.shape)
+
+
+def compare_whole(compare: Callable[..., bool], one: Any, other: Any, *args: Any, **kwargs: Any) -> bool:
+    """Compare two tensors as if both were whole, such as by `torch.equal`: one answer on all ranks that have a part.
+
+    Collective over these ranks, as `reduce_to_whole_number` is.
+    """
+    alike = isinstance(one, DTensor) and isinstance(other, DTensor) and one.shape == other.shape
+    alike = alike and (one.device_mesh, one.placements) == (other.device_mesh, other.placements)
+    if not alike or _find_groups() is None or any(placement.is_partial() for placement in one.placements):
+        return compare(full_tensor(one), full_tensor(other), *args, **kwargs)
+    own = compare(get_stored(one).detach(), get_stored(other).detach(), *args, **kwargs)
+    return bool(_reduce_over_parts(one, torch.tensor(own), lambda _, answers: answers.all()))
+
+
+def _find_groups() -> Any:
+    states: list[Any] = [vars(model)["_hf_parallel"] for model in _models if "_hf_parallel" in vars(model)]
+    return states[0].mesh.groups if states else None
+
+
+def _reduce_over_parts(tensor: Any, number: torch.Tensor, combine: Callable[[Any, torch.Tensor], Any]) -> torch.Tensor:
+    """Combine each rank's number of its part of a tensor, on one axis of the mesh after the other."""
     for axis, placement in reversed(list(enumerate(tensor.placements))):
         if not placement.is_replicate():
-            group = groups.for_numbers(dist.get_process_group_ranks(tensor.device_mesh.get_group(axis)))
+            group = _find_groups().for_numbers(dist.get_process_group_ranks(tensor.device_mesh.get_group(axis)))
             numbers = [torch.empty_like(number) for _ in range(group.size())]
             dist.all_gather(numbers, number, group=group)
-            together, norm_type = torch.stack(numbers), getattr(placement, "norm_type", None)
-            if norm_type is not None:  # of sums of powers that are norms already
-                number = torch.linalg.vector_norm(together, norm_type)
-            else:
-                number = _COMBINED[getattr(placement, "reduce_op", "sum")](together)
-    return number.to(own.device, own.dtype).reshape(tensor.shape)
+            number = combine(placement, torch.stack(numbers))
+    return number
 
 
 @torch.no_grad()
 def is_same_on_ranks(whole: torch.Tensor, tensor: Any) -> bool:
     """Return whether all ranks that hold a part of `tensor` have the same `whole` tensor. Collective over them."""
-    states: list[Any] = [vars(model)["_hf_parallel"] for model in _models if "_hf_parallel" in vars(model)]
-    if not states or states[0].mesh.groups is None:
+    groups = _find_groups()
+    if groups is None:
         return True
     number, same = whole.detach().sum(dtype=torch.float64).nan_to_num().cpu(), True
     for axis in range(tensor.device_mesh.ndim):
-        group = states[0].mesh.groups.for_numbers(dist.get_process_group_ranks(tensor.device_mesh.get_group(axis)))
+        group = groups.for_numbers(dist.get_process_group_ranks(tensor.device_mesh.get_group(axis)))
         numbers = [torch.empty_like(number) for _ in range(group.size())]
         dist.all_gather(numbers, number, group=group)
         same &= all(torch.equal(one, number) for one in numbers)

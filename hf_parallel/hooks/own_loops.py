@@ -24,7 +24,13 @@ from transformers import PreTrainedModel
 
 from hf_parallel.apply.own_files import note_optimizer
 from hf_parallel.apply.parallelize import ParallelState, clip_together, state_of
-from hf_parallel.apply.weights import full_tensor, list_parallel_models, reduce_to_whole_number, store
+from hf_parallel.apply.weights import (
+    compare_whole,
+    full_tensor,
+    list_parallel_models,
+    reduce_to_whole_number,
+    store,
+)
 from hf_parallel.ask.session import of_process, of_session
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.data.units import sum_in_one_dtype
@@ -153,6 +159,20 @@ def read_number(original: Callable, self: DTensor, *args: Any, **kwargs: Any) ->
     if self.numel() != 1:
         return original(self, *args, **kwargs)
     return getattr(reduce_to_whole_number(self), original.__name__)(*args, **kwargs)
+
+
+@replace(
+    "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers",
+    "`torch.equal` asks all ranks, those of other stages too; `torch.allclose` fails",
+)
+def compare_tensors(original: dict[Any, Callable]) -> dict[Any, Callable]:
+    """Compare weights as whole tensors, on the ranks that have a part."""
+
+    def compare(operation: Any, args: tuple, kwargs: dict) -> bool:
+        return compare_whole(operation, *args, **kwargs)
+
+    aten = torch.ops.aten
+    return {**original, aten.equal.default: compare, aten.allclose.default: compare}
 
 
 # ---- Loops that train a model which the layout does not know, because its class made it

@@ -44,14 +44,14 @@ class LastBatch(NamedTuple):
     Attributes:
         tensors: those of this rank's part, by which a model's call is known to be given it.
         rows: of this rank's part.
-        real: those that are not repeated, the first ones.
-        repeated: on all data ranks.
+        real: those that are not repeated, the first ones; None where examples have several rows.
+        repeated: examples, on all data ranks.
         tokens: those of its tensors that have many integers, by which copies are known.
     """
 
     tensors: list[weakref.ref[torch.Tensor]]
     rows: int
-    real: int
+    real: int | None
     repeated: int
     tokens: list[torch.Tensor]
 

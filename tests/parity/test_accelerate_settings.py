@@ -8,10 +8,12 @@ import torch
 from accelerate import Accelerator, utils
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from hf_parallel.ask.config import SpecError
 from hf_parallel.ranks.groups import time_out
 from tests.distributed import run
+from tests.refusals import pattern_of_refusal
 from tests.training import activate
 
 
@@ -76,3 +78,65 @@ def test_settings_on_data_ranks():
 
 def test_settings_on_one_data_rank():
     assert run(on_one, 2, init=False) == [(False, True)] * 2
+
+
+def compare_shapes(spec):
+    """What is found of unlike shapes, and of a last batch of which data ranks have unlike parts."""
+    activate(spec)
+    accelerator = Accelerator()
+    mine = torch.ones(2, 3 + accelerator.process_index)
+    found = []
+    for collective in (accelerator.gather, accelerator.reduce, utils.reduce, utils.gather):
+        with pytest.raises(utils.operations.DistributedOperationException) as caught:
+            collective(mine)
+        found.append(str(caught.value))
+    loader = accelerator.prepare(DataLoader(torch.arange(7.0)[:, None], 2))
+    rows = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
+    return found, accelerator.gather(mine[:, :3]).shape, accelerator.reduce(mine[:, :3]).shape, rows.flatten().tolist()
+
+
+def test_debug_mode_compares_shapes():
+    """`ACCELERATE_DEBUG_MODE` names the shapes of all data ranks; the start of a last batch is none."""
+    for found, gathered, reduced, rows in run(
+        compare_shapes, 2, "dp_shard=2", init=False, env={"ACCELERATE_DEBUG_MODE": "1"}
+    ):
+        assert all("[2, 3]" in words and "[2, 4]" in words for words in found)
+        assert (gathered, reduced) == ((4, 3), (2, 3))
+        assert rows == list(range(7))
+
+
+class Batches(Dataset):
+    """A data set whose examples are batches."""
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        if index == len(self):
+            raise IndexError(index)
+        return torch.arange(4) + 4 * index
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(Batches())
+
+
+def read_batches_without_size(kind):
+    activate("dp_shard=2")
+    with pytest.raises(SpecError, match=pattern_of_refusal("batch_size=None", 2, works="dispatch_batches=True works")):
+        Accelerator(dataloader_config=utils.DataLoaderConfiguration(dispatch_batches=False)).prepare(
+            DataLoader(kind(), batch_size=None)
+        )
+    accelerator = Accelerator(dataloader_config=utils.DataLoaderConfiguration(dispatch_batches=True))
+    loader = accelerator.prepare(DataLoader(kind(), batch_size=None))
+    by_sampler = DataLoader(torch.arange(20), sampler=BatchSampler(range(20), 4, False), batch_size=None)
+    by_sampler = Accelerator().prepare(by_sampler)
+    read = [torch.cat([accelerator.gather(batch) for batch in some]) for some in (loader, by_sampler)]
+    return [sorted(set(rows.tolist())) for rows in read]
+
+
+@pytest.mark.parametrize("kind", [Batches, Stream])
+def test_batches_without_a_size_are_dispatched_or_refused(kind):
+    for read in run(read_batches_without_size, 2, kind, init=False):
+        assert read == [list(range(20))] * 2

@@ -163,6 +163,13 @@ def test_adapters(runs, spec, model):
     runs.check(script.with_accumulation(2), spec)
 
 
+@pytest.mark.parametrize("spec", ["tp=2", "tp=2,pp=2", "dp_shard=2,ep=2"])
+def test_adapters_of_alternating_columns(runs, spec):
+    """GPT-OSS keeps each column of the gate beside that of the product: parts are in the model's own order."""
+    targets = (*ADAPTED[:2], "mlp.router.weight")
+    runs.check(Script(model="gpt_oss", lora=lora(("o_proj",), target_parameters=targets)), spec)
+
+
 def stored_here(spec: str) -> tuple[int, int]:
     """Numbers that this rank stores: of experts, and of all parameters."""
     from hf_parallel import parallelize

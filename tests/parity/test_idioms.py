@@ -248,6 +248,35 @@ def test_clips_each_parameter_by_its_own_norm(initial, spec):
         none([line for pair in zip(norms, expected[name], strict=True) for line in close(name, *pair, 1e-5)])
 
 
+def compare_weights(folder, spec=None):
+    """Change the last row of two layers' weights, and another layer by little; compare all with what they were."""
+    model = load(folder, spec)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        if "down_proj" in name and (".2." in name or ".5." in name):
+            p.data[-1].zero_()
+        elif ".1." in name:
+            p.data.add_(1e-4)
+    pairs = {name: (p, before[name]) for name, p in model.named_parameters()}
+    return {
+        "compared": list(pairs),
+        "unequal": [name for name, pair in pairs.items() if not torch.equal(*pair)],
+        "by_method": [name for name, (p, former) in pairs.items() if not p.data.equal(former)],
+        "far": [name for name, pair in pairs.items() if not torch.allclose(*pair, atol=1e-3)],
+    }
+
+
+@pytest.mark.parametrize("spec", [*SPECS, "pp=2,dp_shard=2"])
+def test_weights_are_compared_as_whole_tensors(initial, spec):
+    """Each rank that has a part of a weight gets one answer, whatever other stages compare meanwhile."""
+    alone = run_alone_once(compare_weights, initial["llama"])
+    assert len(alone["far"]) == 2
+    assert len(alone["unequal"]) == len(alone["by_method"]) > 10
+    for rank in run(compare_weights, axes(spec)["world"], initial["llama"], spec, init=False, timeout=60):
+        for kind in ("unequal", "by_method", "far"):
+            assert rank[kind] == [name for name in alone[kind] if name in rank["compared"]]
+
+
 @pytest.mark.parametrize("rows", [ROWS + 7, ROWS - 6])
 @pytest.mark.parametrize("name", ["t5", "bart", "bert"])
 def test_an_embedding_with_more_ties_than_a_head_is_resized(runs, name, rows):

@@ -107,3 +107,50 @@ def test_a_loss_of_the_loops_own_counts_them_and_a_line_says_so(runs):
         assert "here 5" in told[0]
     for _, _, told in run(loop, 2, "dp_shard=2", folder, "causal", 16, True, init=False):
         assert not told
+
+
+class Pairs(Rows):
+    """Two sequences per example."""
+
+    def __init__(self, count):
+        super().__init__(2 * count, 11, length=LENGTH)
+
+    def __len__(self):
+        return super().__len__() // 2
+
+    def __getitem__(self, index):
+        return [super(Pairs, self).__getitem__(2 * index + place) for place in (0, 1)]
+
+
+def as_blocks(examples):
+    """Put the first sequences of all pairs before the second ones, as TRL does."""
+    found = [pair[place] for place in (0, 1) for pair in examples]
+    return {key: torch.stack([row[key] for row in found]) for key in found[0]}
+
+
+def pairs(spec, folder):
+    """How many targets the model is given of the last pairs, without gradients and in training; what is said of it."""
+    accelerator, model, _ = prepare_loop(spec, folder)
+    loader = accelerator.prepare(DataLoader(Pairs(9), BATCH // accelerator.num_processes, collate_fn=as_blocks))
+    given, lines = [], []
+    accelerator.unwrap_model(model).register_forward_pre_hook(
+        lambda _, args, kwargs: given.append(int((kwargs["labels"] != -100).sum())), with_kwargs=True
+    )
+    report.say = report.say_here = lambda *said: lines.append(said[-1])
+    *_, batch = loader
+    with torch.no_grad():
+        model(**batch)
+    silent = [line for line in lines if "repeated sequences" in line]
+    model(**batch).loss.backward()
+    told = [line for line in lines if "repeated sequences" in line]
+    return given, int((batch["labels"] != -100).sum()), silent, told
+
+
+def test_rows_of_a_last_batch_of_pairs_are_all_kept(runs):
+    """Which rows repeat others is not known where an example has two: none loses its targets, and a line says so."""
+    for given, targets, silent, told in run(pairs, 2, "dp_shard=2", runs.initial("llama"), init=False):
+        assert targets > 0
+        assert given == [targets, targets]
+        assert not silent
+        assert len(told) == 1
+        assert "here 7" in told[0]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, get_scheduler
 
@@ -14,7 +15,7 @@ from tests.distributed import run, run_alone
 from tests.loops import rows, take_step
 from tests.resuming import ONE
 from tests.rows import Rows
-from tests.training import axes, spec_id
+from tests.training import activate, axes, check_numbers, spec_id
 
 GLOBAL_BATCH, STEPS, STOP = 8, 4, 2
 TOLERANCE = 2e-5  # relative, as in test_resume
@@ -214,3 +215,51 @@ def test_hooks_that_save_and_load_the_model(runs, tmp_path, spec):
     assert not (tmp_path / "state" / "model.safetensors").exists()
     second = run(loop_with_hooks, 2, spec, folder, project, True, init=False)[0]
     assert second == pytest.approx(expected[STOP:], rel=TOLERANCE, abs=0)
+
+
+class Tied(torch.nn.Module):
+    """A model of a script's own: the head is the embedding, and two layers are one."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(515, 6), torch.nn.Linear(6, 515, bias=False)
+        self.first, self.second = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+        self.head.weight = self.embedding.weight
+        self.second.weight, self.second.bias = self.first.weight, self.first.bias
+
+    def forward(self, tokens):
+        hidden = self.second(self.first(self.embedding(tokens)).relu())
+        return torch.nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
+
+
+def go_on_with_ties(spec, out, resume=None):
+    """Losses of two steps, after which the state is saved or that of another start is read, and of two more."""
+    activate(spec)
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(7 if resume is None else 8)
+    model = Tied()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    losses = []
+    for step in range(4):
+        if step == 2 and resume is None:
+            accelerator.save_state(out)
+        elif step == 2:
+            accelerator.load_state(resume)
+        loss = model(torch.arange(33).reshape(3, 11) * 7)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2"])
+def test_tied_weights_of_a_scripts_own_model(spec, tmp_path):
+    """The file has each tied weight once, and another layout goes on from it."""
+    losses = run_alone(go_on_with_ties, None, str(tmp_path / "one"))
+    check_numbers(run(go_on_with_ties, 2, spec, str(tmp_path / "saved"), init=False), losses)
+    assert set(load_file(tmp_path / "saved/model.safetensors")) == {"embedding.weight", "first.weight", "first.bias"}
+    for other in ("dp_replicate=2", "dp_shard=2"):
+        ranks = run(go_on_with_ties, 2, other, None, str(tmp_path / "saved"), init=False)
+        check_numbers([rank[2:] for rank in ranks], losses[2:])
+        assert abs(ranks[0][0] - losses[0]) > 1e-2

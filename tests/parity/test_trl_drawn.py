@@ -20,6 +20,7 @@ FOUND = {
     "a trial of how a loss is cut, of prompts without their last token": ("grpo", "cp=2,pp=2", ""),
     "figures of the reference, of a data set in memory": ("dpo", "tp=2", "precompute_ref_log_probs=True"),
     "figures of the reference in a ragged batch": ("kto", "dp_shard=2", "precompute_ref_log_probs=True"),
+    "figures of the reference in a ragged batch of pairs": ("dpo", "dp_shard=2", "precompute_ref_log_probs=True"),
     "pairs in a ragged batch of an evaluation": ("dpo", "dp_replicate=2", ""),
     "a last batch of which the length of a data set says less": ("grpo", "tp=2", "eval_rows=13"),
     "a last batch that is left out": ("grpo", "dp_shard=2", "eval_rows=13 ; dataloader_drop_last=True"),

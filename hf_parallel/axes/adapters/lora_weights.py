@@ -85,9 +85,9 @@ class AdaptedExperts(nn.Module):
         else:
             # The columns or rows of the weight that this rank has, as the model counts them.
             order: StoredOrder | None = getattr(base, "stored_orders", {}).get(self.parameter_name)
-            rows = torch.arange(base.expert_facts.width) if order is None else order.rows
-            rows = rows.chunk(base.region.group.size())[base.region.group.rank()].to(down.device)
             by_outputs = base.expert_facts.widths[self.parameter_name] == (2 if base.is_transposed else 1)
+            rows = torch.arange(len(up) if by_outputs else down.shape[-1]) if order is None else order.rows
+            rows = rows.chunk(base.region.group.size())[base.region.group.rank()].to(down.device)
             down, up = (down, up[rows]) if by_outputs else (down[:, :, rows], up)
         equation = "ore,eri->eio" if base.is_transposed else "ore,eri->eoi"
         return torch.einsum(equation, up, down) * self.scaling[adapter]

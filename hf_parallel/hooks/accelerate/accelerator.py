@@ -275,7 +275,7 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
             forward.last, forward.trains = last, trains
             return None
         labels, masked = given.get("labels") if state.sums_over_tokens and not passed_on else None, False
-        if last is not None and torch.is_tensor(labels) and len(labels) == last.rows:
+        if last is not None and last.real is not None and torch.is_tensor(labels) and len(labels) == last.rows:
             given = {**given, **without_targets({"labels": labels}, last.real, last.rows)}
             args, kwargs, masked = (), given, True
         if scope is None:

@@ -6,6 +6,7 @@ seed and cut by them. The main process, the last one and names of files go by gl
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
@@ -83,12 +84,25 @@ def prepare_data_loader(original: Callable, dataloader: DataLoader, *args: objec
         if getattr(prepared, "synchronized_generator", None) is not None:
             prepared.synchronized_generator = None
             prepared.rng_types = [kind for kind in prepared.rng_types or () if kind != "generator"]
+    _refuse_batches_without_size(dataloader, prepared)
     check_loader(prepared, of_loop := runtime.is_loop())
     if of_loop and mesh.data_size > 1:
         for note in list_notes_on_workers(prepared):
             report.say(note)
     # A loader that draws its order advances the numbers of the next one, and even one in order draws a seed.
     return _shard_by_data_rank(prepared, mesh.config.world_size > mesh.data_size or not is_seeded)
+
+
+def _refuse_batches_without_size(dataloader: DataLoader, prepared: Any) -> None:
+    from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
+
+    ranks, has_batches = runtime.mesh().data_size, dataloader.batch_sampler is not None
+    if ranks == 1 or has_batches or isinstance(dataloader.sampler, BatchSampler):
+        return
+    by_rank = isinstance(prepared.dataset, IterableDatasetShard) or not isinstance(prepared.dataset, IterableDataset)
+    if by_rank and not isinstance(prepared, DataLoaderDispatcher):
+        why = "each example is a batch, which they cannot share out by themselves"
+        refuse(f"batch_size=None with {ranks} data ranks", why, "dispatch_batches=True")
 
 
 def _shard_by_data_rank(prepared: DataLoaderShard, shared: bool) -> object:
@@ -143,6 +157,19 @@ def skip_first_batches(original: Callable, dataloader: DataLoader, num_batches: 
         sampler.set_epoch = set_epoch
     read_loader_from(rest, place, empty=has_length(dataloader) and num_batches >= len(dataloader))
     return rest
+
+
+@patch("accelerate.data_loader:DataLoaderShard.set_epoch", "tells a shared-out sampler, not a script's, nor data sets")
+def set_epoch_of_loader(original: Callable, self: DataLoaderShard, epoch: int) -> None:
+    """Tell the epoch to what is told it in one process, where data ranks do not share out the batches of a sampler."""
+    from accelerate.data_loader import BatchSamplerShard
+
+    sampler: Any = self.batch_sampler
+    if not isinstance(sampler, BatchSamplerShard):
+        return original(self, epoch)
+    self.iteration = epoch
+    told = types.SimpleNamespace(iteration=epoch, batch_sampler=sampler.batch_sampler, dataset=self.dataset)
+    return original(told, epoch)
 
 
 @patch("accelerate.data_loader:DataLoaderStateMixin.begin", "takes the length of the data set for its sampler's")
@@ -286,6 +313,7 @@ def _count_sharing_ranks(dataloader: DataLoader) -> int:
 @patch("accelerate.utils.operations:gather", "gathers over all processes", copies=True)
 def gather(original: Callable, tensor: object) -> object:
     """Gather one entry per data rank, in their order; data ranks may have unlike numbers of rows."""
+    from accelerate.state import GradientState
     from accelerate.utils.operations import recursively_apply
 
     if isinstance(tensor, PerExample):
@@ -297,7 +325,19 @@ def gather(original: Callable, tensor: object) -> object:
     if (lists := find_lists_per_example(tensor)) and runtime.mesh().data_size > 1:
         batch = cast(dict, tensor)
         return type(batch)({key: gather(original, lists.get(key, value)) for key, value in batch.items()})
-    return recursively_apply(_gather_unlike_tensors, tensor, error_on_other_type=True)
+
+    def gather_tensors(tensor: object) -> object:
+        return recursively_apply(_gather_unlike_tensors, tensor, error_on_other_type=True)
+
+    may_differ = runtime.mesh().config.shares_batches or is_ragged(GradientState())
+    return (gather_tensors if may_differ else _check_shapes_first(original, gather_tensors))(tensor)
+
+
+def _check_shapes_first(original: Callable, replacement: Callable) -> Callable:
+    """Let `ACCELERATE_DEBUG_MODE` compare shapes, as it does before the `original`."""
+    from accelerate.utils.operations import verify_operation
+
+    return verify_operation(functools.wraps(original)(replacement))
 
 
 def gather_examples(examples: PerExample) -> list:
@@ -416,4 +456,7 @@ def reduce(original: Callable, tensor: object, reduction: str = "mean", scale: f
         dist.all_reduce(value, operation, group=mesh.data_group)
         return value / mesh.data_size if reduction == "mean" else value
 
-    return recursively_apply(reduce_one, tensor, error_on_other_type=True)
+    def reduce_all(tensor: object) -> object:
+        return recursively_apply(reduce_one, tensor, error_on_other_type=True)
+
+    return _check_shapes_first(original, reduce_all)(tensor)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -71,9 +71,13 @@ def note_last_batch(loader: object, batches: Iterator) -> Iterator:
             parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
             tensors = [part for part in parts if torch.is_tensor(part) and part.ndim]
             rows, cut = len(tensors[0]) if tensors else 0, cut_of(state)
-            repeated = (runtime.mesh().data_size * rows if cut is None else sum(cut)) - state.remainder
+            ranks, size = runtime.mesh().data_size, getattr(loader, "total_batch_size", None)
+            # Rows in one process's order are known of batches with one row per example: TRL's pairs are two blocks.
+            known = cut is not None or not isinstance(size, int) or rows <= size // ranks
+            examples = rows if known else cast(int, size) // ranks
+            repeated = (ranks * examples if cut is None else sum(cut)) - state.remainder
             if repeated > 0 and rows:
-                real = count_real_rows(state, rows)
+                real = count_real_rows(state, rows) if known else None
                 whole = [one for one in tensors if not (one.is_floating_point() or one.is_complex())]
                 tokens = [one for one in whole if len(one.unique()) > 2]  # no masks, which many batches share
                 references = [weakref.ref(one) for one in tensors]

@@ -84,7 +84,7 @@ def _write_accelerator_state(accelerator: Accelerator, saving: folders.Checkpoin
             continue
         tensors = replaced[number] if number in replaced else folders.full_state_dict(model, mesh)
         if mesh.rank == 0 and tensors:
-            from accelerate.utils.other import clean_state_dict_for_safetensors
+            from accelerate.utils import clean_state_dict_for_safetensors
             from safetensors.torch import save_file
 
             with saving.noting():

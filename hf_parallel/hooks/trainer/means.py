@@ -206,7 +206,7 @@ def mean(original: Callable, *args: object, **kwargs: object) -> torch.Tensor:
         if now.forwards and original.__name__ == "cross_entropy" and _is_comparing_rows(given, now.forwards[-1].given):
             refuse_pairs()
         last = now.forwards[-1].last if now.forwards else None
-        if last is not None and _is_by_row(given, now.forwards[-1].given, last.rows):
+        if last is not None and last.real is not None and _is_by_row(given, now.forwards[-1].given, last.rows):
             now.forwards[-1].leaves_repeats = True
             kept = len(given["target"]) // last.rows * last.real
             given = {**given, "input": given["input"][:kept], "target": given["target"][:kept]}
