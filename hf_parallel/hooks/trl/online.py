@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
 #: Their loss is a sum over tokens, which they divide by the tokens of all processes, and compares with a teacher.
 _DISTILLS = ("trl.trainer.distillation_trainer.DistillationTrainer",)
-TRAINERS = ("trl.trainer.grpo_trainer.GRPOTrainer", "trl.trainer.rloo_trainer.RLOOTrainer", *_DISTILLS)
+#: GRPO with another loss, a mean over rows whatever `loss_type` says.
+_MEANS = ("trl.experimental.gmpo.gmpo_trainer.GMPOTrainer",)
+_SAMPLES = ("trl.trainer.grpo_trainer.GRPOTrainer", "trl.trainer.rloo_trainer.RLOOTrainer")
+TRAINERS = (*_SAMPLES, *_MEANS, *_DISTILLS)
 #: Losses of GRPO that are a sum over tokens, divided by their number over all processes.
 _SUMS = ("cispo", "dapo", "vespo")
 
@@ -303,13 +306,18 @@ def is_trainer_among(trainer: Trainer, names: tuple[str, ...]) -> bool:
     return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(trainer).__mro__)
 
 
+def get_loss_type(trainer: Trainer) -> str:
+    """Return GRPO's `loss_type`; "" for a trainer that goes by none."""
+    return "" if is_trainer_among(trainer, _MEANS) else getattr(trainer, "loss_type", "")
+
+
 def weigh_online_loss(trainer: Trainer, loss: torch.Tensor, inputs: dict) -> torch.Tensor:
     """Weigh what `compute_loss` returned so that the average over data ranks is the loss of the global batch.
 
     Means over rows are that already, and sums over tokens, which TRL divides by the tokens of all processes. So is
     the loss of a trainer that generates nothing.
     """
-    kind, mesh = getattr(trainer, "loss_type", ""), runtime.mesh()
+    kind, mesh = get_loss_type(trainer), runtime.mesh()
     generates = is_trainer_among(trainer, TRAINERS)
     if not generates or mesh.data_size == 1 or (trainer.model.training and kind != "bnpo"):
         return loss

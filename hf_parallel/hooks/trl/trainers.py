@@ -32,7 +32,7 @@ from hf_parallel.hooks.logits_read import does_keep_no_logits
 from hf_parallel.hooks.patching import patch, refuse_unpatched, replace, replacing
 from hf_parallel.hooks.trainer.checkpoints import record_of
 from hf_parallel.hooks.trainer.rows import JOINED
-from hf_parallel.hooks.trl import online, servers
+from hf_parallel.hooks.trl import experimental, online, servers
 from hf_parallel.ranks import messages
 from hf_parallel.ranks.local import get_local
 from hf_parallel.ranks.mesh import get_stored
@@ -144,7 +144,7 @@ def init(original: Callable, self: Trainer, model: object, *args: object, **kwar
 #: Trainers whose batches are [all chosen; all rejected].
 _PAIRS = ("trl.trainer.dpo_trainer.DPOTrainer", "trl.trainer.reward_trainer.RewardTrainer")
 _TOKENS = ("trl.trainer.sft_trainer.SFTTrainer",)
-_EXAMPLES = (*_PAIRS, "trl.trainer.kto_trainer.KTOTrainer")
+_EXAMPLES = (*_PAIRS, "trl.trainer.kto_trainer.KTOTrainer", *experimental.PREFERENCES)
 #: Trainers whose `training_step` only brings activations to the host and back, if asked to.
 _OFFLOADING_STEPS = (*_EXAMPLES, *_TOKENS)
 
@@ -186,7 +186,9 @@ def check_trl_trainer(
         refuse(f"neftune_noise_alpha={alpha:g} with padding_free or packing", why, "neftune_noise_alpha=None")
     check_own_functions(config, kind.__name__ if does_keep_no_logits(kind) else None)
     servers.check_servers(trainer, args)
-    if f"{kind.__module__}.{kind.__qualname__}" in (*_TOKENS, *_EXAMPLES):
+    if kind.__module__.startswith("trl.experimental."):
+        experimental.check_experimental_trainer(trainer, args)
+    if f"{kind.__module__}.{kind.__qualname__}" in (*_TOKENS, *_EXAMPLES, *experimental.DISTILLS):
         return
     if f"{kind.__module__}.{kind.__qualname__}" in online.TRAINERS:
         online.check_online_trainer(trainer, args, eval_dataset, model)
@@ -194,7 +196,8 @@ def check_trl_trainer(
     refuse(
         ".".join([*kind.__module__.split(".")[:3], kind.__name__]),  # as it is imported
         "not known to this version",
-        do="the trainers of `trl sft`, `dpo`, `kto`, `reward`, `grpo`, `rloo` and `distillation` work",
+        do="the trainers of `trl sft`, `dpo`, `kto`, `reward`, `grpo`, `rloo` and `distillation` work, and CPO, ORPO, "
+        "TPO, GKD and GMPO of trl.experimental",
     )
 
 
@@ -228,7 +231,7 @@ def count_trl_rows_per_example(trainer: Trainer) -> int | None:
         return None
     if online.is_trainer_among(trainer, _PAIRS):
         return 2
-    return 1 if online.is_trainer_among(trainer, (*_TOKENS, *_EXAMPLES)) else None
+    return experimental.count_blocks(trainer) if online.is_trainer_among(trainer, (*_TOKENS, *_EXAMPLES)) else None
 
 
 def is_sft(trainer: Trainer) -> bool:
@@ -264,7 +267,8 @@ def is_loss_of_subclass(trainer: Trainer) -> bool:
 
 def is_loss_of_sft(trainer: Trainer) -> bool:
     """Is the loss that of TRL's SFT, to which neither a subclass nor a function adds anything?"""
-    return is_sft(trainer) and trainer.compute_loss_func is None and not _list_own_losses(trainer)
+    distills = online.is_trainer_among(trainer, experimental.DISTILLS)
+    return is_sft(trainer) and not distills and trainer.compute_loss_func is None and not _list_own_losses(trainer)
 
 
 def does_subclass_add_to_loss(trainer: Trainer) -> bool:
@@ -327,8 +331,9 @@ def does_only_offload_in_steps(trainer: Trainer) -> bool:
 def needs_whole_batches(trainer: Trainer) -> bool:
     """Is the loss known not to be one of micro-batches? A few rows may look as if it were."""
     # GRPO's losses that are none of single rows: a quantile over the batch, a mean over its tokens.
-    couples = getattr(trainer, "top_entropy_quantile", 1.0) < 1 or getattr(trainer, "loss_type", "") == "bnpo"
-    return couples and online.is_trainer_among(trainer, online.TRAINERS)
+    couples = getattr(trainer, "top_entropy_quantile", 1.0) < 1 or online.get_loss_type(trainer) == "bnpo"
+    known = online.is_trainer_among(trainer, online.TRAINERS)
+    return experimental.takes_whole_batches(trainer) or (couples and known)
 
 
 @patch(
@@ -506,9 +511,9 @@ def _count_own_trl_examples(trainer: Trainer) -> int | None:
 
 
 def count_metrics_by_rows(trainer: Trainer) -> contextlib.AbstractContextManager:
-    """Count each real example once in accuracy and margin, averaged over data ranks."""
+    """Count each real example once in numbers that TRL averages over data ranks."""
     rows, gather = _count_own_trl_examples(trainer), trainer.accelerator.gather_for_metrics
-    if not rows or not online.is_trainer_among(trainer, _PAIRS[1:]):
+    if not rows or not online.is_trainer_among(trainer, (*_PAIRS[1:], *experimental.APART)):
         return contextlib.nullcontext()
 
     def by_rows(value: torch.Tensor) -> torch.Tensor:
@@ -557,3 +562,21 @@ def hash_module(original: Callable, module: nn.Module) -> str:
         digest.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
         digest.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return hashlib.sha256(" ".join(messages.gather_objects(digest.hexdigest())).encode()).hexdigest()
+
+
+@patch(
+    "trl.experimental.{cpo.cpo_trainer:CPOTrainer,orpo.orpo_trainer:ORPOTrainer}.get_batch_loss_metrics",
+    "evaluates apart from its `compute_loss`",
+    since="1.16",
+)
+def batch_loss_metrics(
+    original: Callable, self: Trainer, model: nn.Module, batch: dict, train_eval: str = "train"
+) -> object:
+    """Evaluate as `compute_loss` does: the last stage of a pipeline answers, metrics are of real examples."""
+    if train_eval == "train":
+        return original(self, model, batch, train_eval)
+    state = runtime.find_parallel_state(model)
+    with count_metrics_by_rows(self):
+        if state is None or state.pipeline is None:
+            return original(self, model, batch, train_eval)
+        return serve_script(state.pipeline, dict(batch), lambda: original(self, model, batch, train_eval))[0]

@@ -1,0 +1,168 @@
+"""TRL's experimental trainers: what they do per process, made to mean what it means in one process.
+
+CPO, ORPO and TPO add a mean over tokens to a mean over examples: each is taken over the global batch. GKD draws
+completions of the global batch in place of its answers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+from torch.nn.functional import pad
+
+from hf_parallel.ask.spec import refuse
+from hf_parallel.hooks import runtime
+from hf_parallel.hooks.patching import patch, read_library_version, replacing
+from hf_parallel.hooks.trl.online import is_trainer_among
+from hf_parallel.ranks import messages
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import Trainer, TrainingArguments
+
+#: Their batches hold chosen and rejected answers apart.
+APART = ("trl.experimental.cpo.cpo_trainer.CPOTrainer", "trl.experimental.orpo.orpo_trainer.ORPOTrainer")
+_TRIPLES = ("trl.experimental.tpo.tpo_trainer.TPOTrainer",)
+#: They learn from chosen and rejected answers, and have no reference model.
+PREFERENCES = (*APART, *_TRIPLES)
+#: SFT with a teacher, whose loss is a sum over tokens.
+DISTILLS = ("trl.experimental.gkd.gkd_trainer.GKDTrainer",)
+
+
+def check_experimental_trainer(trainer: Trainer, args: TrainingArguments) -> None:
+    """Refuse what has not been compared with one process, or would not be the same."""
+    config = runtime.mesh().config
+    apart = is_trainer_among(trainer, APART)
+    refusals = [
+        (read_library_version("trl") < Version("1.16"), "", "has not been compared in TRL before 1.16", "trl 1.16"),
+        (
+            apart and config.cp_size > 1,
+            f" with cp_size={config.cp_size}",
+            "its mean logits run over padding, which parts of sequences leave out",
+            f"tp_size={config.cp_size}",
+        ),
+        (
+            apart and args.generate_during_eval,
+            " with generate_during_eval=True",
+            "each data rank would show examples of its own",
+            "generate_during_eval=False",
+        ),
+        (
+            apart and trainer.is_encoder_decoder,
+            " with an encoder and a decoder",
+            "has not been compared with one process",
+            "a causal model",
+        ),
+    ]
+    for asked, spelled, why, works in refusals:
+        if asked:
+            refuse(f"{type(trainer).__name__}{spelled}", why, works)
+
+
+def count_blocks(trainer: Trainer) -> int:
+    """Return how many rows an example has: TPO's batch is [all chosen; all rejected; all references]."""
+    if not is_trainer_among(trainer, _TRIPLES):
+        return 1
+    return 3 if trainer.tpo_alpha else 2
+
+
+def adds_mean_over_tokens(trainer: Trainer) -> bool:
+    """Return whether a mean over the tokens of an answer may be added to a loss that is a mean over examples."""
+    return is_trainer_among(trainer, PREFERENCES)
+
+
+def takes_whole_batches(trainer: Trainer) -> bool:
+    """Return whether a pipeline cannot cut its batches: they have no `input_ids`, or a mean runs over their tokens."""
+    return is_trainer_among(trainer, APART) or (is_trainer_among(trainer, _TRIPLES) and bool(trainer.tpo_alpha))
+
+
+def _find_longest(*masks: torch.Tensor) -> int:
+    """Return how many tokens the longest real row of the global batch has."""
+    longest = torch.stack([mask.sum(1).max() for mask in masks]).max() * (not runtime.is_absent())
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=runtime.mesh().data_group)
+    return int(longest)
+
+
+@patch(
+    "trl.experimental.{cpo.cpo_trainer:CPOTrainer,orpo.orpo_trainer:ORPOTrainer}.concatenated_forward",
+    "pads by process",
+    since="1.16",
+)
+def concatenated_forward(original: Callable, self: Trainer, model: nn.Module, batch: dict) -> object:
+    """Pad to the longest real row of the global batch: the mean logits of the metrics run over padding, too."""
+    padding = self.padding_value if hasattr(self, "padding_value") else self.pad_token_id  # ORPO, CPO
+    values = {"attention_mask": 0, "input_ids": padding, "labels": -100}
+    longest = _find_longest(batch["chosen_attention_mask"], batch["rejected_attention_mask"])
+    fitted = dict(batch)
+    for name in (f"{kind}_{key}" for kind in ("chosen", "rejected") for key in values):
+        missing = longest - batch[name].shape[1]  # negative where a row that only fills the batch is longer
+        fitted[name] = pad(batch[name], (0, missing), value=values[name.split("_", 1)[1]])
+    return original(self, model, fitted)
+
+
+@patch("trl.experimental.tpo.tpo_trainer:TPOTrainer._compute_loss", "averages means over tokens", since="1.16")
+def compute_triple_loss(
+    original: Callable, self: Trainer, model: nn.Module, inputs: dict, return_outputs: bool
+) -> object:
+    """Weigh the mean entropy, which TPO gathers before anything else, by the tokens of each part of the batch."""
+    tokens = inputs["completion_mask"][:, 1:].sum().float()
+    gather, calls = self.accelerator.gather_for_metrics, itertools.count()
+
+    def by_tokens(value: torch.Tensor) -> torch.Tensor:
+        if next(calls):
+            return gather(value)
+        totals = self.accelerator.gather(torch.stack([torch.where(tokens == 0, 0, value * tokens), tokens])[None])
+        return totals[:, 0].sum() / totals[:, 1].sum()
+
+    with replacing(self.accelerator, gather_for_metrics=by_tokens):
+        return original(self, model, inputs, return_outputs)
+
+
+# ---- GKD ------------------------------------------------------------------------------------------------------------
+
+
+@patch("trl.experimental.gkd.gkd_trainer:GKDTrainer.training_step", "draws and pads by process", since="1.16")
+def draw_completions(
+    original: Callable, self: Trainer, model: nn.Module, inputs: dict, num_items_in_batch: object = None
+) -> torch.Tensor:
+    """Let all ranks draw completions or none, those of one model the same."""
+    runtime.equalise_within_model(0)
+    _fit_left(self, inputs, "prompt_attention_mask", "prompts")
+    _fit_left(self, inputs, "attention_mask", "input_ids", "labels")
+    own = random.random()  # on each rank, whose further numbers are then those of one process
+    drawn = messages.send_from_one(lambda: own)
+    with replacing(sys.modules[original.__module__], random=SimpleNamespace(random=lambda: drawn)):
+        return original(self, model, inputs, num_items_in_batch)
+
+
+@patch("trl.experimental.gkd.gkd_trainer:GKDTrainer.compute_loss", "pads by process", since="1.16")
+def compute_divergence(
+    original: Callable,
+    self: Trainer,
+    model: nn.Module,
+    inputs: dict,
+    return_outputs: bool = False,
+    num_items_in_batch: object = None,
+) -> object:
+    """Evaluate rows that are padded to the longest one of the global batch."""
+    if not self.model.training:
+        inputs = dict(inputs)
+        _fit_left(self, inputs, "attention_mask", "input_ids", "labels")
+    return original(self, model, inputs, return_outputs, num_items_in_batch)
+
+
+def _fit_left(trainer: Trainer, batch: dict, mask: str, *others: str) -> None:
+    """Pad rows on their left to the longest real one of the global batch: some models count padding for positions."""
+    missing = _find_longest(batch[mask]) - batch[mask].shape[1]  # negative where a row that is no example is longer
+    values = {mask: 0, "labels": -100}
+    for key in (mask, *others):
+        value = values.get(key, trainer.processing_class.pad_token_id)
+        batch[key] = pad(batch[key], (missing, 0), value=value)
