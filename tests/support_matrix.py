@@ -113,6 +113,8 @@ TABLES = {
         "trl orpo",
         "trl tpo",
         "trl gkd",
+        "trl gold",
+        "trl iw_opd",
         "trl gmpo",
         "run_clm",
         "run_clm from scratch",

@@ -14,9 +14,9 @@ from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 from tests import rollouts
 
 #: Name of a module under `trl.experimental` -> how the names of its classes begin.
-KINDS = {"cpo": "CPO", "orpo": "ORPO", "tpo": "TPO", "gkd": "GKD", "gmpo": "GMPO"}
+KINDS = {"cpo": "CPO", "orpo": "ORPO", "tpo": "TPO", "gkd": "GKD", "gold": "GOLD", "iw_opd": "IWOPD", "gmpo": "GMPO"}
 #: Those that draw tokens.
-GENERATING = ("gmpo", "gkd")
+GENERATING = ("gmpo", "gkd", "gold", "iw_opd")
 #: Those of them that train on a last batch of fewer rows.
 RAGGED = ("gkd",)
 

@@ -17,6 +17,7 @@ from tests.training import pairs
 from tests.trl_scripts import LORA, RAGGED
 
 ADAPTERS = f"{LORA} --gradient_accumulation_steps 2 {RAGGED}"
+EVALUATED = "--eval_strategy steps --eval_steps 2"
 CPO = {
     "whole": RAGGED,
     "adapters": f"{ADAPTERS} --loss_type simpo --cpo_alpha 0.5",
@@ -95,6 +96,40 @@ def test_real_draws_of_gkd(trl_runs, spec):
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)  # as in test_trl_generating.py
 
 
+STEPS = f"--teacher MODEL:wide --max_completion_length 8 --max_steps 4 --max_length 64 {EVALUATED}"
+GOLD = {
+    # Each part of a step is drawn or not: data ranks must cut it as one process does.
+    "mixed": f"{STEPS} --gradient_accumulation_steps 2 --lmbda 0.5",
+    "adapters": f"{STEPS} {LORA} --gradient_accumulation_steps 2 --lmbda 0.5 --num_generations 2 --beta 0.0",
+    # Two tokenizers: a mean over examples, and one over tokens.
+    "texts": f"{STEPS} --gradient_accumulation_steps 2 --lmbda 0.0 --use_uld_loss true --uld_crossentropy_weight 0.5",
+}
+
+
+@pytest.mark.support("trl gold")
+@pytest.mark.parametrize(
+    ("case", "spec"),
+    pairs({"mixed": "dp_shard=2 pp=2", "adapters": "dp_shard=4 dp_shard=2,tp=2", "texts": "dp_shard=2 tp=2,pp=2"}),
+)
+def test_gold(trl_runs, case, spec):
+    trl_runs.check("gold", "chat", GOLD[case], spec)
+
+
+IW_OPD = {
+    "weighted": f"{STEPS} --gradient_accumulation_steps 2 --lmbda 1.0",
+    "divergence": f"{STEPS} {LORA} --gradient_accumulation_steps 2 --lmbda 0.5 --num_generations 2 "
+    "--distillation_objective jsd --loss_top_k 1 --reverse_kl_top_1_mode argmax",
+}
+
+
+@pytest.mark.support("trl iw_opd")
+@pytest.mark.parametrize(
+    ("case", "spec"), pairs({"weighted": "dp_shard=4,tp=2 dp_shard=2,pp=2", "divergence": "dp_shard=2 tp=2"})
+)
+def test_iw_opd(trl_runs, case, spec):
+    trl_runs.check("iw_opd", "chat", IW_OPD[case], spec)
+
+
 GENERATED = '--num_generations 2 --max_completion_length 8 --max_steps 4 --generation_kwargs {"use_cache":true} '
 GMPO = {
     "reference": f"{GENERATED} --beta 0.1 --sync_ref_model true --ref_model_sync_steps 2 --num_generations 8 "
@@ -120,12 +155,20 @@ def test_gmpo(trl_runs, case, spec):
         ("cpo", "cp=2", "", "CPOTrainer with cp_size=2", "tp_size=2 works"),
         ("orpo", "cp=2", "", "ORPOTrainer with cp_size=2", "tp_size=2 works"),
         ("cpo", "tp=2", "--generate_during_eval true", "CPOTrainer with generate_during_eval=True", "=False works"),
+        (
+            "gold",
+            "pp=2",
+            f"{STEPS} --use_uld_loss true --uld_use_hybrid_loss true",
+            "hybrid_loss=True",
+            "=False works",
+        ),
+        ("gold", "dp_shard=2,batch_shares=3:1", STEPS, "GOLDTrainer with batch_shares=", "batch_shares=even works"),
     ],
 )
 def test_what_cannot_hold_is_refused(trl_runs, monkeypatch, name, spec, flags, asked, works):
     if "generate" in flags:  # TRL asks for one of two packages first
         monkeypatch.setattr(f"trl.experimental.{name}.{name}_trainer.is_wandb_available", lambda: True)
     with pytest.raises(RankFailure) as failure:
-        trl_runs.parallel(name, "preference", flags, spec)
+        trl_runs.parallel(name, "chat" if name == "gold" else "preference", flags, spec)
     assert asked in failure.value.message
     assert works in failure.value.message

@@ -35,7 +35,7 @@ def classes() -> list[tuple[str, type[Trainer]]]:
     return list(found.items())
 
 
-WORKING = {"cpo.CPO", "orpo.ORPO", "tpo.TPO", "gkd.GKD", "gmpo.GMPO"}
+WORKING = {"cpo.CPO", "orpo.ORPO", "tpo.TPO", "gkd.GKD", "gmpo.GMPO", "gold.GOLD", "iw_opd.IWOPD"}
 
 
 def test_each_is_refused_by_name(monkeypatch, tmp_path):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 from torch.nn.functional import pad
+from torch.utils.data import Sampler
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, read_library_version, replacing
 from hf_parallel.hooks.trl.online import is_trainer_among
+from hf_parallel.model.calls import bind_by_name
 from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
@@ -33,8 +35,11 @@ APART = ("trl.experimental.cpo.cpo_trainer.CPOTrainer", "trl.experimental.orpo.o
 _TRIPLES = ("trl.experimental.tpo.tpo_trainer.TPOTrainer",)
 #: They learn from chosen and rejected answers, and have no reference model.
 PREFERENCES = (*APART, *_TRIPLES)
-#: SFT with a teacher, whose loss is a sum over tokens.
-DISTILLS = ("trl.experimental.gkd.gkd_trainer.GKDTrainer",)
+_IW_OPD = ("trl.experimental.iw_opd.iw_opd_trainer.IWOPDTrainer",)
+#: They load the batches of a step at once.
+_WINDOWS = ("trl.experimental.gold.gold_trainer.GOLDTrainer", *_IW_OPD)
+#: They have a teacher, and a loss that is a sum over tokens.
+DISTILLS = ("trl.experimental.gkd.gkd_trainer.GKDTrainer", *_WINDOWS)
 
 
 def check_experimental_trainer(trainer: Trainer, args: TrainingArguments) -> None:
@@ -61,6 +66,36 @@ def check_experimental_trainer(trainer: Trainer, args: TrainingArguments) -> Non
             "has not been compared with one process",
             "a causal model",
         ),
+        (
+            getattr(args, "use_vllm", False),
+            " with use_vllm=True",
+            "has not been compared with one process",
+            "use_vllm=False",
+        ),
+        (
+            getattr(args, "use_teacher_server", False),
+            " with use_teacher_server=True",
+            "has not been compared with one process",
+            "use_teacher_server=False",
+        ),
+        (
+            is_trainer_among(trainer, _WINDOWS) and config.shares_batches,
+            f" with batch_shares={config.batch_shares}",
+            "it loads the batches of a step at once, as many rows on all ranks",
+            "batch_shares=even",
+        ),
+        (
+            getattr(trainer, "_is_vlm", False),
+            " with a processor of images",
+            "images are not shared out",
+            "a tokenizer",
+        ),
+        (
+            getattr(args, "uld_use_hybrid_loss", False) and config.data_parallel_size * config.pp_size > 1,
+            " with uld_use_hybrid_loss=True",
+            "logs a loss of the last example of each rank",
+            "uld_use_hybrid_loss=False",
+        ),
     ]
     for asked, spelled, why, works in refusals:
         if asked:
@@ -76,12 +111,23 @@ def count_blocks(trainer: Trainer) -> int:
 
 def adds_mean_over_tokens(trainer: Trainer) -> bool:
     """Return whether a mean over the tokens of an answer may be added to a loss that is a mean over examples."""
-    return is_trainer_among(trainer, PREFERENCES)
+    return is_trainer_among(trainer, PREFERENCES) or aligns_tokenizers(trainer)
+
+
+def aligns_tokenizers(trainer: Trainer) -> bool:
+    """Return whether GOLD compares two tokenizers' texts: its loss is then a mean over examples, not over tokens."""
+    return is_trainer_among(trainer, _WINDOWS) and getattr(trainer.args, "use_uld_loss", False)
 
 
 def takes_whole_batches(trainer: Trainer) -> bool:
-    """Return whether a pipeline cannot cut its batches: they have no `input_ids`, or a mean runs over their tokens."""
-    return is_trainer_among(trainer, APART) or (is_trainer_among(trainer, _TRIPLES) and bool(trainer.tpo_alpha))
+    """Return whether a pipeline cannot cut its batches.
+
+    CPO's and ORPO's have no `input_ids`, TPO may take a mean over their tokens, and IW-OPD computes from lengths where
+    prompts end, which nothing may be hidden from to see how the loss may be cut.
+    """
+    return is_trainer_among(trainer, (*APART, *_IW_OPD)) or (
+        is_trainer_among(trainer, _TRIPLES) and bool(trainer.tpo_alpha)
+    )
 
 
 def _find_longest(*masks: torch.Tensor) -> int:
@@ -134,16 +180,19 @@ def draw_completions(
     original: Callable, self: Trainer, model: nn.Module, inputs: dict, num_items_in_batch: object = None
 ) -> torch.Tensor:
     """Let all ranks draw completions or none, those of one model the same."""
-    runtime.equalise_within_model(0)
-    _fit_left(self, inputs, "prompt_attention_mask", "prompts")
-    _fit_left(self, inputs, "attention_mask", "input_ids", "labels")
+    _prepare_to_draw(self, inputs)
     own = random.random()  # on each rank, whose further numbers are then those of one process
     drawn = messages.send_from_one(lambda: own)
     with replacing(sys.modules[original.__module__], random=SimpleNamespace(random=lambda: drawn)):
         return original(self, model, inputs, num_items_in_batch)
 
 
-@patch("trl.experimental.gkd.gkd_trainer:GKDTrainer.compute_loss", "pads by process", since="1.16")
+@patch(
+    "trl.experimental.{gkd.gkd_trainer:GKDTrainer,gold.gold_trainer:GOLDTrainer,"
+    "iw_opd.iw_opd_trainer:IWOPDTrainer}.compute_loss",
+    "pads by process",
+    since="1.16",
+)
 def compute_divergence(
     original: Callable,
     self: Trainer,
@@ -155,14 +204,90 @@ def compute_divergence(
     """Evaluate rows that are padded to the longest one of the global batch."""
     if not self.model.training:
         inputs = dict(inputs)
-        _fit_left(self, inputs, "attention_mask", "input_ids", "labels")
+        _fit_left(self, inputs, "attention_mask", "input_ids", "labels", "byte_offsets")
     return original(self, model, inputs, return_outputs, num_items_in_batch)
+
+
+@patch(
+    "trl.experimental.{gold.gold_trainer:GOLDTrainer,iw_opd.iw_opd_trainer:IWOPDTrainer}._fill_buffer",
+    "draws and pads by process",
+    since="1.16",
+)
+def fill_buffer(original: Callable, self: Trainer, generation_batch: dict, buffer_steps: int) -> None:
+    """Draw the completions of a step, those of one model the same."""
+    batch = dict(generation_batch)
+    _prepare_to_draw(self, batch)
+    original(self, batch, buffer_steps)
+
+
+@patch(
+    "trl.experimental.{gold.gold_trainer:GOLDTrainer,iw_opd.iw_opd_trainer:IWOPDTrainer}._get_train_sampler",
+    "cuts steps by process",
+    since="1.16",
+)
+def sample_windows(original: Callable, self: Trainer, dataset: object = None) -> Sampler:
+    """Give each data rank its rows of each part of a step, in which one process draws completions, or does not."""
+    parts, ranks = self.args.gradient_accumulation_steps, runtime.mesh().data_size
+    return _Windows(
+        original(self, dataset), torch.arange(parts * ranks * self._train_batch_size).view(parts, ranks, -1)
+    )
+
+
+@patch(
+    "trl.experimental.iw_opd.iw_opd_trainer:IWOPDTrainer._compute_iw_opd_loss", "logs means of a rank", since="1.16"
+)
+def importance_loss(original: Callable, self: Trainer, *args: object, **kwargs: object) -> torch.Tensor:
+    """Log means, least and largest numbers of the global batch."""
+    metrics = self._metrics["train" if self.model.training else "eval"]
+    known = {name: len(values) for name, values in metrics.items()}
+    loss = original(self, *args, **kwargs)
+    labels = bind_by_name(original, (self, *args), kwargs)["labels"]
+    own = {name: metrics[name].pop() if len(metrics[name]) > known.get(name, 0) else 0.0 for name in _IMPORTANCE}
+    found = self.accelerator.gather(torch.tensor([[(labels != -100).sum(), *own.values()]], device=labels.device))
+    found = found[found[:, 0] > 0]  # ranks without a token have logged nothing
+    for (name, combine), values in zip(_IMPORTANCE.items(), found.T[1:], strict=True):
+        if len(found):
+            metrics[name].append(combine(values, found[:, 0]).item())
+    return loss
+
+
+def _weigh(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return (values * tokens).sum() / tokens.sum()
+
+
+#: Metrics of IW-OPD's loss -> how those of data ranks, and their numbers of tokens, become one.
+_IMPORTANCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    **{f"iw_opd/mean_{name}": _weigh for name in ("advantage", "abs_advantage", "weight")},
+    "iw_opd/min_weight": lambda values, tokens: values.min(),
+    "iw_opd/max_weight": lambda values, tokens: values.max(),
+}
+
+
+class _Windows(Sampler):
+    """Rows of steps [part, data rank, row], dealt out by data rank."""
+
+    def __init__(self, rows: Sampler, places: torch.Tensor) -> None:
+        self.rows, self.order = rows, places.transpose(0, 1).flatten().tolist()
+
+    def __len__(self) -> int:
+        return len(self.rows)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[int]:
+        rows = iter(self.rows)
+        while window := list(itertools.islice(rows, len(self.order))):
+            yield from (window[place] for place in self.order)
+
+
+def _prepare_to_draw(trainer: Trainer, batch: dict) -> None:
+    runtime.equalise_within_model(0)
+    _fit_left(trainer, batch, "prompt_attention_mask", "prompts")
+    _fit_left(trainer, batch, "attention_mask", "input_ids", "labels", "byte_offsets")
 
 
 def _fit_left(trainer: Trainer, batch: dict, mask: str, *others: str) -> None:
     """Pad rows on their left to the longest real one of the global batch: some models count padding for positions."""
     missing = _find_longest(batch[mask]) - batch[mask].shape[1]  # negative where a row that is no example is longer
-    values = {mask: 0, "labels": -100}
-    for key in (mask, *others):
-        value = values.get(key, trainer.processing_class.pad_token_id)
-        batch[key] = pad(batch[key], (missing, 0), value=value)
+    values = {mask: 0, "labels": -100, "byte_offsets": 0}
+    for key in (key for key in (mask, *others) if key in batch):
+        value, pair = values.get(key, trainer.processing_class.pad_token_id), (0, 0) * (batch[key].ndim - 2)
+        batch[key] = pad(batch[key], (*pair, missing, 0), value=value)

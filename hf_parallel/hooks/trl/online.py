@@ -141,7 +141,7 @@ def shuffle_sequence_dict(original: Callable, seq_dict: dict) -> dict:
 def split_tensor_dict(original: Callable, tensor_dict: dict, num_chunks: int) -> list[dict]:
     """Shuffle the generation batch of all data ranks, so that they share each part as one process would shuffle it."""
     mesh, batch, parts = runtime.mesh(), tensor_dict, num_chunks
-    if mesh.data_size * mesh.size("pp") == 1:
+    if mesh.data_size * mesh.size("pp") == 1 or "prompt_ids" not in batch:  # GOLD does not shuffle
         return original(batch, parts)
     # Drawn for one part, too: later draws, of completions, are those of one process then.
     order = torch.randperm(len(batch["prompt_ids"]) * mesh.data_size).to(mesh.device)

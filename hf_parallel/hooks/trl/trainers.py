@@ -197,7 +197,7 @@ def check_trl_trainer(
         ".".join([*kind.__module__.split(".")[:3], kind.__name__]),  # as it is imported
         "not known to this version",
         do="the trainers of `trl sft`, `dpo`, `kto`, `reward`, `grpo`, `rloo` and `distillation` work, and CPO, ORPO, "
-        "TPO, GKD and GMPO of trl.experimental",
+        "TPO, GKD, GOLD, IWOPD and GMPO of trl.experimental",
     )
 
 
@@ -231,7 +231,8 @@ def count_trl_rows_per_example(trainer: Trainer) -> int | None:
         return None
     if online.is_trainer_among(trainer, _PAIRS):
         return 2
-    return experimental.count_blocks(trainer) if online.is_trainer_among(trainer, (*_TOKENS, *_EXAMPLES)) else None
+    known = online.is_trainer_among(trainer, (*_TOKENS, *_EXAMPLES, *experimental.DISTILLS))
+    return experimental.count_blocks(trainer) if known else None
 
 
 def is_sft(trainer: Trainer) -> bool:
@@ -241,7 +242,9 @@ def is_sft(trainer: Trainer) -> bool:
 
 def count_targets_of_mean(trainer: Trainer, batch: dict) -> torch.Tensor | None:
     """Over how many targets SFT's own loss is a mean where it is given no count, as before an evaluation in 5.23."""
-    if not is_sft(trainer) or trainer.compute_loss_func is not None or is_loss_of_subclass(trainer):
+    of_tokens = is_sft(trainer) or online.is_trainer_among(trainer, experimental.DISTILLS)
+    of_tokens = of_tokens and not experimental.aligns_tokenizers(trainer)
+    if not of_tokens or trainer.compute_loss_func is not None or is_loss_of_subclass(trainer):
         return None
     return (batch["labels"][..., 1:] != -100).sum().float()
 
