@@ -115,6 +115,7 @@ TABLES = {
         "trl gkd",
         "trl gold",
         "trl iw_opd",
+        "trl online_dpo",
         "trl gmpo",
         "run_clm",
         "run_clm from scratch",

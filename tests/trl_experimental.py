@@ -14,18 +14,32 @@ from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 from tests import rollouts
 
 #: Name of a module under `trl.experimental` -> how the names of its classes begin.
-KINDS = {"cpo": "CPO", "orpo": "ORPO", "tpo": "TPO", "gkd": "GKD", "gold": "GOLD", "iw_opd": "IWOPD", "gmpo": "GMPO"}
+KINDS = {
+    "cpo": "CPO",
+    "orpo": "ORPO",
+    "tpo": "TPO",
+    "gkd": "GKD",
+    "gold": "GOLD",
+    "iw_opd": "IWOPD",
+    "gmpo": "GMPO",
+    "online_dpo": "OnlineDPO",
+}
 #: Those that draw tokens.
-GENERATING = ("gmpo", "gkd", "gold", "iw_opd")
+GENERATING = ("gmpo", "gkd", "gold", "iw_opd", "online_dpo")
+#: Those that ask what an answer is worth.
+REWARDED = ("gmpo", "online_dpo")
+#: How many answers they draw in a call for each prompt, those of all prompts after one another.
+ANSWERS = {"online_dpo": 2}
 #: Those of them that train on a last batch of fewer rows.
 RAGGED = ("gkd",)
 
 
 @dataclass
 class TeacherArguments(ScriptArguments):
-    """The teacher's folder, for trainers that have one."""
+    """The folders of a teacher and of a model that rewards, for trainers that have one."""
 
     teacher: str | None = None
+    reward_model: str | None = None
 
 
 @dataclass(frozen=True)
@@ -48,8 +62,8 @@ class Script:
         tokenizer = AutoTokenizer.from_pretrained(model_arguments.model_name_or_path)
         data = load_dataset(script.dataset_name)
         given = {"processing_class": tokenizer, "peft_config": get_peft_config(model_arguments)}
-        if self.name == "gmpo":
-            given["reward_funcs"] = [rollouts.reward, rollouts.second_reward]
+        if self.name in REWARDED:
+            given["reward_funcs"] = [script.reward_model or rollouts.reward, rollouts.second_reward]
         if script.teacher:
             given["teacher_model"] = AutoModelForCausalLM.from_pretrained(script.teacher)
         trainer = self.find_class("Trainer")(

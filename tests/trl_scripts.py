@@ -159,7 +159,9 @@ def script(
     data_rank = _activate(spec)
     rows = batch // axes(spec)["data_ranks"]
     if name in GENERATING and not real_draws:
-        rollouts.draw_by_row(data_rank, rows if name in trl_experimental.RAGGED else None)
+        rollouts.draw_by_row(
+            data_rank, rows if name in trl_experimental.RAGGED else None, trl_experimental.ANSWERS.get(name, 1)
+        )
     datasets.disable_progress_bars()
     recorder = AllLogs()
     callbacks = [recorder, rollouts.SeedEachStep()] if seed_steps else [recorder]

@@ -85,10 +85,16 @@ def test_gkd(trl_runs, case, spec):
     trl_runs.check("gkd", "chat", GKD[case], spec)
 
 
-@pytest.mark.parametrize("spec", ["tp=2", "pp=2"])
-def test_real_draws_of_gkd(trl_runs, spec):
+DRAWN = {
+    "gkd": ("chat", f"{TEACHER} --lmbda 1.0 --eval_strategy no"),
+    "online_dpo": ("prompt", "--max_new_tokens 8 --max_steps 4"),
+}
+
+
+@pytest.mark.parametrize(("name", "spec"), pairs({"gkd": "tp=2 pp=2", "online_dpo": "tp=2"}))
+def test_real_draws(trl_runs, name, spec):
     """The ranks of one model draw what one process draws, step after step."""
-    asked = ("gkd", "chat", f"{TEACHER} --lmbda 1.0 --eval_strategy no --save_strategy no")
+    asked = (name, *DRAWN[name])
     how = (partial(trl_scripts.script, real_draws=True),)
     (expected,) = trl_runs.run(1, *asked, how=how)
     for outcome in trl_runs.run(2, *asked, spec, how=how):
@@ -149,6 +155,25 @@ def test_gmpo(trl_runs, case, spec):
     trl_runs.check("gmpo", "prompt", GMPO[case], spec)
 
 
+ANSWERS = "--max_new_tokens 8 --max_steps 4 --max_length 96"
+ONLINE_DPO = {
+    "whole": f"{ANSWERS} --gradient_accumulation_steps 2",
+    "adapters": f"{ANSWERS} {LORA} --loss_type ipo --reward_model MODEL:scores --missing_eos_penalty 1.0",
+    "ragged": f"{ANSWERS} --dataset_train_split test",  # one data rank
+}
+
+
+@pytest.mark.support("trl online_dpo")
+@pytest.mark.parametrize(
+    ("case", "spec"),
+    pairs(
+        {"whole": "dp_shard=2 dp_shard=4", "adapters": "dp_shard=2,tp=2,zero_stage=1 dp_replicate=2", "ragged": "tp=2"}
+    ),
+)
+def test_online_dpo(trl_runs, case, spec):
+    trl_runs.check("online_dpo", "prompt", ONLINE_DPO[case], spec)
+
+
 @pytest.mark.parametrize(
     ("name", "spec", "flags", "asked", "works"),
     [
@@ -162,6 +187,14 @@ def test_gmpo(trl_runs, case, spec):
             "hybrid_loss=True",
             "=False works",
         ),
+        ("online_dpo", "pp=2", ANSWERS, "OnlineDPOTrainer with pp_size=2", "tp_size=2 works"),
+        (
+            "online_dpo",
+            "dp_shard=2",
+            ONLINE_DPO["ragged"],
+            "13 prompts in batches of 8",
+            "dataloader_drop_last=True works",
+        ),
         ("gold", "dp_shard=2,batch_shares=3:1", STEPS, "GOLDTrainer with batch_shares=", "batch_shares=even works"),
     ],
 )
@@ -169,6 +202,6 @@ def test_what_cannot_hold_is_refused(trl_runs, monkeypatch, name, spec, flags, a
     if "generate" in flags:  # TRL asks for one of two packages first
         monkeypatch.setattr(f"trl.experimental.{name}.{name}_trainer.is_wandb_available", lambda: True)
     with pytest.raises(RankFailure) as failure:
-        trl_runs.parallel(name, "chat" if name == "gold" else "preference", flags, spec)
+        trl_runs.parallel(name, {"gold": "chat", "online_dpo": "prompt"}.get(name, "preference"), flags, spec)
     assert asked in failure.value.message
     assert works in failure.value.message

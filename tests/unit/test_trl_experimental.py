@@ -35,7 +35,16 @@ def classes() -> list[tuple[str, type[Trainer]]]:
     return list(found.items())
 
 
-WORKING = {"cpo.CPO", "orpo.ORPO", "tpo.TPO", "gkd.GKD", "gmpo.GMPO", "gold.GOLD", "iw_opd.IWOPD"}
+WORKING = {
+    "cpo.CPO",
+    "orpo.ORPO",
+    "tpo.TPO",
+    "gkd.GKD",
+    "gmpo.GMPO",
+    "gold.GOLD",
+    "iw_opd.IWOPD",
+    "online_dpo.OnlineDPO",
+}
 
 
 def test_each_is_refused_by_name(monkeypatch, tmp_path):

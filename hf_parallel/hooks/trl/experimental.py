@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch.nn.functional import pad
 from torch.utils.data import Sampler
+from transformers.trainer_utils import has_length
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import runtime
@@ -38,20 +39,25 @@ PREFERENCES = (*APART, *_TRIPLES)
 _IW_OPD = ("trl.experimental.iw_opd.iw_opd_trainer.IWOPDTrainer",)
 #: They load the batches of a step at once.
 _WINDOWS = ("trl.experimental.gold.gold_trainer.GOLDTrainer", *_IW_OPD)
+#: They draw answers in their `training_step`, which computes the loss, too.
+_DRAWS = ("trl.experimental.online_dpo.online_dpo_trainer.OnlineDPOTrainer",)
 #: They have a teacher, and a loss that is a sum over tokens.
 DISTILLS = ("trl.experimental.gkd.gkd_trainer.GKDTrainer", *_WINDOWS)
+OTHERS = (*DISTILLS, *_DRAWS)
 
 
-def check_experimental_trainer(trainer: Trainer, args: TrainingArguments) -> None:
+def check_experimental_trainer(trainer: Trainer, args: TrainingArguments, train_dataset: Sized | None) -> None:
     """Refuse what has not been compared with one process, or would not be the same."""
     config = runtime.mesh().config
-    apart = is_trainer_among(trainer, APART)
+    apart, draws = is_trainer_among(trainer, APART), is_trainer_among(trainer, _DRAWS)
+    data_ranks, known = config.data_parallel_size, train_dataset is not None and has_length(train_dataset)
+    batch, rows = args.train_batch_size * data_ranks, len(train_dataset) if known else None  # type: ignore[arg-type]
     refusals = [
         (read_library_version("trl") < Version("1.16"), "", "has not been compared in TRL before 1.16", "trl 1.16"),
         (
-            apart and config.cp_size > 1,
+            (apart or draws) and config.cp_size > 1,
             f" with cp_size={config.cp_size}",
-            "its mean logits run over padding, which parts of sequences leave out",
+            "its metrics run over padding, which parts of sequences leave out",
             f"tp_size={config.cp_size}",
         ),
         (
@@ -67,6 +73,18 @@ def check_experimental_trainer(trainer: Trainer, args: TrainingArguments) -> Non
             "a causal model",
         ),
         (
+            draws and config.pp_size > 1,
+            f" with pp_size={config.pp_size}",
+            "it computes its loss in its training_step",
+            f"tp_size={config.pp_size}",
+        ),
+        (
+            draws and data_ranks > 1 and not args.dataloader_drop_last and (rows is None or rows % batch != 0),
+            f" with {rows or 'an unknown number of'} prompts in batches of {batch}",
+            f"of {data_ranks} data ranks some would answer prompts of the last batch twice",
+            "dataloader_drop_last=True",
+        ),
+        (
             getattr(args, "use_vllm", False),
             " with use_vllm=True",
             "has not been compared with one process",
@@ -79,9 +97,9 @@ def check_experimental_trainer(trainer: Trainer, args: TrainingArguments) -> Non
             "use_teacher_server=False",
         ),
         (
-            is_trainer_among(trainer, _WINDOWS) and config.shares_batches,
+            is_trainer_among(trainer, (*_WINDOWS, *_DRAWS)) and config.shares_batches,
             f" with batch_shares={config.batch_shares}",
-            "it loads the batches of a step at once, as many rows on all ranks",
+            "it draws as many answers on all ranks",
             "batch_shares=even",
         ),
         (
@@ -91,7 +109,7 @@ def check_experimental_trainer(trainer: Trainer, args: TrainingArguments) -> Non
             "a tokenizer",
         ),
         (
-            getattr(args, "uld_use_hybrid_loss", False) and config.data_parallel_size * config.pp_size > 1,
+            getattr(args, "uld_use_hybrid_loss", False) and data_ranks * config.pp_size > 1,
             " with uld_use_hybrid_loss=True",
             "logs a loss of the last example of each rank",
             "uld_use_hybrid_loss=False",
@@ -291,3 +309,48 @@ def _fit_left(trainer: Trainer, batch: dict, mask: str, *others: str) -> None:
     for key in (key for key in (mask, *others) if key in batch):
         value, pair = values.get(key, trainer.processing_class.pad_token_id), (0, 0) * (batch[key].ndim - 2)
         batch[key] = pad(batch[key], (*pair, missing, 0), value=value)
+
+
+# ---- DPO online -----------------------------------------------------------------------------------------------------
+
+
+@patch(
+    "trl.experimental.online_dpo.online_dpo_trainer:OnlineDPOTrainer.training_step",
+    "logs how many answers of a rank end",
+    since="1.16",
+)
+def train_on_answers(
+    original: Callable, self: Trainer, model: nn.Module, inputs: dict, num_items_in_batch: object = None
+) -> torch.Tensor:
+    """Draw one set of answers on the ranks of one model."""
+    runtime.equalise_within_model(0)
+    loss = original(self, model, inputs, num_items_in_batch)
+    ends = self.stats["val/contain_eos_token"]
+    ends[-1] = self.accelerator.gather(torch.tensor(ends[-1], device=loss.device)).mean().item()
+    return loss
+
+
+@patch("trl.experimental.online_dpo.online_dpo_trainer:OnlineDPOTrainer._generate", "pads by process", since="1.16")
+def generate_answers(original: Callable, self: Trainer, *args: object, **kwargs: object) -> tuple:
+    """Pad to the longest rows of the global batch: metrics run over padding, and `max_length` cuts by the width."""
+    prompts, prompt_mask, answers, mask, images = original(self, *args, **kwargs)
+    widths = torch.tensor([prompts.shape[1], answers.shape[1]], device=mask.device)
+    longest = widths.clone()
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=runtime.mesh().data_group)
+    left, right = (longest - widths).tolist()
+    token = self._tokenizer.pad_token_id
+    padded = pad(prompts, (left, 0), value=token), pad(prompt_mask, (left, 0))
+    return *padded, pad(answers, (0, right), value=token), pad(mask, (0, right)), images
+
+
+@patch(
+    "trl.experimental.online_dpo.online_dpo_trainer:OnlineDPOTrainer._calculate_rewards_from_functions",
+    "takes every process's word for its rewards",
+    since="1.16",
+)
+def calculate_rewards(original: Callable, self: Trainer, *args: object, **kwargs: object) -> torch.Tensor:
+    """Let one rank of a model say its rewards: what a function says may differ from call to call."""
+    rewards = original(self, *args, **kwargs)
+    if runtime.mesh().size("tp") > 1:
+        dist.broadcast(rewards, group=runtime.mesh().group("tp"), group_src=0)
+    return rewards

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NoReturn
@@ -157,7 +157,11 @@ _COUPLED = {
 
 
 def check_trl_trainer(
-    trainer: Trainer, args: TrainingArguments, eval_dataset: object, model: PreTrainedModel | None = None
+    trainer: Trainer,
+    args: TrainingArguments,
+    eval_dataset: object,
+    model: PreTrainedModel | None = None,
+    train_dataset: Sized | None = None,
 ) -> None:
     """Refuse TRL's other trainers: what they do per process is not known to be that of one process."""
     # TRL's among its classes, the innermost one; none of another library's trainer.
@@ -187,8 +191,8 @@ def check_trl_trainer(
     check_own_functions(config, kind.__name__ if does_keep_no_logits(kind) else None)
     servers.check_servers(trainer, args)
     if kind.__module__.startswith("trl.experimental."):
-        experimental.check_experimental_trainer(trainer, args)
-    if f"{kind.__module__}.{kind.__qualname__}" in (*_TOKENS, *_EXAMPLES, *experimental.DISTILLS):
+        experimental.check_experimental_trainer(trainer, args, train_dataset)
+    if f"{kind.__module__}.{kind.__qualname__}" in (*_TOKENS, *_EXAMPLES, *experimental.OTHERS):
         return
     if f"{kind.__module__}.{kind.__qualname__}" in online.TRAINERS:
         online.check_online_trainer(trainer, args, eval_dataset, model)
@@ -197,7 +201,7 @@ def check_trl_trainer(
         ".".join([*kind.__module__.split(".")[:3], kind.__name__]),  # as it is imported
         "not known to this version",
         do="the trainers of `trl sft`, `dpo`, `kto`, `reward`, `grpo`, `rloo` and `distillation` work, and CPO, ORPO, "
-        "TPO, GKD, GOLD, IWOPD and GMPO of trl.experimental",
+        "TPO, GKD, GOLD, IWOPD, OnlineDPO and GMPO of trl.experimental",
     )
 
 
