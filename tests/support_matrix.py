@@ -116,6 +116,8 @@ TABLES = {
         "trl gold",
         "trl iw_opd",
         "trl online_dpo",
+        "trl sdft",
+        "trl sdpo",
         "trl gmpo",
         "run_clm",
         "run_clm from scratch",

@@ -23,11 +23,13 @@ KINDS = {
     "iw_opd": "IWOPD",
     "gmpo": "GMPO",
     "online_dpo": "OnlineDPO",
+    "sdft": "SDFT",
+    "sdpo": "SDPO",
 }
 #: Those that draw tokens.
-GENERATING = ("gmpo", "gkd", "gold", "iw_opd", "online_dpo")
+GENERATING = ("gmpo", "gkd", "gold", "iw_opd", "online_dpo", "sdft", "sdpo")
 #: Those that ask what an answer is worth.
-REWARDED = ("gmpo", "online_dpo")
+REWARDED = ("gmpo", "online_dpo", "sdpo")
 #: How many answers they draw in a call for each prompt, those of all prompts after one another.
 ANSWERS = {"online_dpo": 2}
 #: Those of them that train on a last batch of fewer rows.

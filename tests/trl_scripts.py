@@ -117,6 +117,8 @@ def write_data(root: str) -> None:
             return {"text": some(3, 9)}
         if kind == "prompt":
             return {"prompt": some(2, 5)}
+        if kind == "context":
+            return {"prompt": some(2, 5), "privileged_context": some(1, 4)}
         if kind == "completion":
             return {"prompt": some(2, 5), "completion": " " + some(1, 6)}
         if kind == "chat":
@@ -125,7 +127,7 @@ def write_data(root: str) -> None:
         pair = {"prompt": some(2, 4), "chosen": " " + some(1, 5), "rejected": " " + some(1, 5)}
         return {**pair, "reference": " " + some(1, 5)} if kind == "triple" else pair
 
-    for kind in ("text", "completion", "chat", "preference", "prompt", "triple"):
+    for kind in ("text", "completion", "chat", "preference", "prompt", "triple", "context"):
         folder = Path(root, kind)
         folder.mkdir(parents=True)
         for split, count in ROWS.items():

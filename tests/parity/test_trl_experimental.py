@@ -155,6 +155,45 @@ def test_gmpo(trl_runs, case, spec):
     trl_runs.check("gmpo", "prompt", GMPO[case], spec)
 
 
+OWN = f"--max_completion_length 8 --max_steps 4 --num_generations 2 --num_generations_eval 8 {EVALUATED}"
+TWICE = "--gradient_accumulation_steps 2 --steps_per_generation 4 --num_iterations 2"
+SDFT = {
+    # The teacher follows the model; without tokens in a row, which some data rank has alone.
+    "whole": f"{OWN} --teacher_model_kind ema --teacher_sync_steps 2 --num_loss_tokens_to_skip 3 "
+    "--distillation_mode full_logits",
+    "adapters": f"{OWN} {LORA} {TWICE} --teacher_model_kind ema --distillation_mode sampled_token "
+    "--distillation_alpha 1.0",
+    "itself": f"{OWN} --teacher_model_kind live --generate_from_teacher true --gradient_accumulation_steps 2",
+}
+
+
+@pytest.mark.support("trl sdft")
+@pytest.mark.parametrize(
+    ("case", "spec"),
+    pairs({"whole": "dp_shard=4 dp_shard=2,pp=2", "adapters": "dp_shard=2,tp=2 pp=2", "itself": "dp_replicate=2"}),
+)
+def test_sdft(trl_runs, case, spec):
+    trl_runs.check("sdft", "context", SDFT[case], spec)
+
+
+SDPO = {
+    "rewards": f"{OWN} --distillation_weight 0.0 --loss_type grpo --scale_rewards batch",
+    # A rank may have no answer to learn from; policies have a mean over tokens.
+    "few": f"{OWN} --distillation_weight 0.3 --loss_type bnpo --mask_truncated_completions true "
+    "--success_reward_threshold 6.5",
+    "adapters": f"{OWN} {LORA} {TWICE} --distillation_weight 0.5 --include_environment_feedback true "
+    "--num_generations 8",
+}
+
+
+@pytest.mark.support("trl sdpo")
+@pytest.mark.parametrize(
+    ("case", "spec"), pairs({"rewards": "dp_shard=2,pp=2", "few": "dp_shard=4 pp=2", "adapters": "dp_shard=2,tp=2"})
+)
+def test_sdpo(trl_runs, case, spec):
+    trl_runs.check("sdpo", "context", SDPO[case], spec)
+
+
 ANSWERS = "--max_new_tokens 8 --max_steps 4 --max_length 96"
 ONLINE_DPO = {
     "whole": f"{ANSWERS} --gradient_accumulation_steps 2",
@@ -187,12 +226,19 @@ def test_online_dpo(trl_runs, case, spec):
             "hybrid_loss=True",
             "=False works",
         ),
+        (
+            "sdft",
+            "dp_shard=2",
+            f"{OWN} --num_generations_eval 2",
+            "26 answers in batches of 8",
+            "drop_last=True works",
+        ),
         ("online_dpo", "pp=2", ANSWERS, "OnlineDPOTrainer with pp_size=2", "tp_size=2 works"),
         (
             "online_dpo",
             "dp_shard=2",
             ONLINE_DPO["ragged"],
-            "13 prompts in batches of 8",
+            "13 answers in batches of 8",
             "dataloader_drop_last=True works",
         ),
         ("gold", "dp_shard=2,batch_shares=3:1", STEPS, "GOLDTrainer with batch_shares=", "batch_shares=even works"),
@@ -202,6 +248,8 @@ def test_what_cannot_hold_is_refused(trl_runs, monkeypatch, name, spec, flags, a
     if "generate" in flags:  # TRL asks for one of two packages first
         monkeypatch.setattr(f"trl.experimental.{name}.{name}_trainer.is_wandb_available", lambda: True)
     with pytest.raises(RankFailure) as failure:
-        trl_runs.parallel(name, {"gold": "chat", "online_dpo": "prompt"}.get(name, "preference"), flags, spec)
+        trl_runs.parallel(
+            name, {"gold": "chat", "online_dpo": "prompt", "sdft": "context"}.get(name, "preference"), flags, spec
+        )
     assert asked in failure.value.message
     assert works in failure.value.message

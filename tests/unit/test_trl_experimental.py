@@ -44,6 +44,8 @@ WORKING = {
     "gold.GOLD",
     "iw_opd.IWOPD",
     "online_dpo.OnlineDPO",
+    "sdft.SDFT",
+    "sdpo.SDPO",
 }
 
 

@@ -21,8 +21,10 @@ from torch.utils.data import Sampler
 from transformers.trainer_utils import has_length
 
 from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.pipeline.unscheduled import serve_script
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, read_library_version, replacing
+from hf_parallel.hooks.trainer.means import correct_over_data_ranks
 from hf_parallel.hooks.trl.online import is_trainer_among
 from hf_parallel.model.calls import bind_by_name
 from hf_parallel.ranks import messages
@@ -30,6 +32,7 @@ from hf_parallel.ranks import messages
 if TYPE_CHECKING:
     from torch import nn
     from transformers import Trainer, TrainingArguments
+    from trl.experimental.sdft.sdft_trainer import DistillationLogits
 
 #: Their batches hold chosen and rejected answers apart.
 APART = ("trl.experimental.cpo.cpo_trainer.CPOTrainer", "trl.experimental.orpo.orpo_trainer.ORPOTrainer")
@@ -41,17 +44,22 @@ _IW_OPD = ("trl.experimental.iw_opd.iw_opd_trainer.IWOPDTrainer",)
 _WINDOWS = ("trl.experimental.gold.gold_trainer.GOLDTrainer", *_IW_OPD)
 #: They draw answers in their `training_step`, which computes the loss, too.
 _DRAWS = ("trl.experimental.online_dpo.online_dpo_trainer.OnlineDPOTrainer",)
+#: Their own teachers, of what they have drawn.
+_SDPO = ("trl.experimental.sdpo.sdpo_trainer.SDPOTrainer",)
+_OWN_TEACHERS = ("trl.experimental.sdft.sdft_trainer.SDFTTrainer", *_SDPO)
 #: They have a teacher, and a loss that is a sum over tokens.
 DISTILLS = ("trl.experimental.gkd.gkd_trainer.GKDTrainer", *_WINDOWS)
-OTHERS = (*DISTILLS, *_DRAWS)
+OTHERS = (*DISTILLS, *_DRAWS, *_OWN_TEACHERS)
 
 
-def check_experimental_trainer(trainer: Trainer, args: TrainingArguments, train_dataset: Sized | None) -> None:
+def check_experimental_trainer(
+    trainer: Trainer, args: TrainingArguments, train_dataset: Sized | None, eval_dataset: object
+) -> None:
     """Refuse what has not been compared with one process, or would not be the same."""
     config = runtime.mesh().config
     apart, draws = is_trainer_among(trainer, APART), is_trainer_among(trainer, _DRAWS)
-    data_ranks, known = config.data_parallel_size, train_dataset is not None and has_length(train_dataset)
-    batch, rows = args.train_batch_size * data_ranks, len(train_dataset) if known else None  # type: ignore[arg-type]
+    if config.data_parallel_size > 1 and not args.dataloader_drop_last:
+        _refuse_repeated_prompts(trainer, args, train_dataset, eval_dataset)
     refusals = [
         (read_library_version("trl") < Version("1.16"), "", "has not been compared in TRL before 1.16", "trl 1.16"),
         (
@@ -79,12 +87,6 @@ def check_experimental_trainer(trainer: Trainer, args: TrainingArguments, train_
             f"tp_size={config.pp_size}",
         ),
         (
-            draws and data_ranks > 1 and not args.dataloader_drop_last and (rows is None or rows % batch != 0),
-            f" with {rows or 'an unknown number of'} prompts in batches of {batch}",
-            f"of {data_ranks} data ranks some would answer prompts of the last batch twice",
-            "dataloader_drop_last=True",
-        ),
-        (
             getattr(args, "use_vllm", False),
             " with use_vllm=True",
             "has not been compared with one process",
@@ -97,7 +99,7 @@ def check_experimental_trainer(trainer: Trainer, args: TrainingArguments, train_
             "use_teacher_server=False",
         ),
         (
-            is_trainer_among(trainer, (*_WINDOWS, *_DRAWS)) and config.shares_batches,
+            is_trainer_among(trainer, (*_WINDOWS, *_DRAWS, *_OWN_TEACHERS)) and config.shares_batches,
             f" with batch_shares={config.batch_shares}",
             "it draws as many answers on all ranks",
             "batch_shares=even",
@@ -109,7 +111,7 @@ def check_experimental_trainer(trainer: Trainer, args: TrainingArguments, train_
             "a tokenizer",
         ),
         (
-            getattr(args, "uld_use_hybrid_loss", False) and data_ranks * config.pp_size > 1,
+            getattr(args, "uld_use_hybrid_loss", False) and config.data_parallel_size * config.pp_size > 1,
             " with uld_use_hybrid_loss=True",
             "logs a loss of the last example of each rank",
             "uld_use_hybrid_loss=False",
@@ -118,6 +120,26 @@ def check_experimental_trainer(trainer: Trainer, args: TrainingArguments, train_
     for asked, spelled, why, works in refusals:
         if asked:
             refuse(f"{type(trainer).__name__}{spelled}", why, works)
+
+
+def _refuse_repeated_prompts(
+    trainer: Trainer, args: TrainingArguments, train_dataset: Sized | None, eval_dataset: object
+) -> None:
+    """Refuse data sets whose last batch would be filled with prompts that some data rank answers again."""
+    ranks = runtime.mesh().config.data_parallel_size
+    asked: list[tuple[object, int, int]] = []  # data set, answers to each prompt, answers in a batch
+    if is_trainer_among(trainer, _DRAWS):
+        asked = [(train_dataset, 1, args.train_batch_size * ranks)]
+    elif is_trainer_among(trainer, _OWN_TEACHERS):
+        several = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]
+        answers = args.num_generations_eval or args.num_generations
+        asked = [(one, answers, args.eval_batch_size * ranks) for one in several if one is not None]
+    for dataset, answers, batch in asked:
+        rows = len(dataset) * answers if isinstance(dataset, Sized) and has_length(dataset) else None
+        if rows is None or rows % batch:
+            what = f"{type(trainer).__name__} with {rows or 'an unknown number of'} answers in batches of {batch}"
+            why = f"of {ranks} data ranks some would answer prompts of the last batch twice"
+            refuse(what, why, "dataloader_drop_last=True")
 
 
 def count_blocks(trainer: Trainer) -> int:
@@ -140,9 +162,11 @@ def aligns_tokenizers(trainer: Trainer) -> bool:
 def takes_whole_batches(trainer: Trainer) -> bool:
     """Return whether a pipeline cannot cut its batches.
 
-    CPO's and ORPO's have no `input_ids`, TPO may take a mean over their tokens, and IW-OPD computes from lengths where
-    prompts end, which nothing may be hidden from to see how the loss may be cut.
+    CPO's and ORPO's have no `input_ids`, TPO and SDPO may take a mean over their tokens, and IW-OPD computes from
+    lengths where prompts end, which nothing may be hidden from to see how the loss may be cut.
     """
+    if is_trainer_among(trainer, _SDPO):
+        return trainer.args.distillation_weight < 1 and trainer.loss_type in _OF_TOKENS
     return is_trainer_among(trainer, (*APART, *_IW_OPD)) or (
         is_trainer_among(trainer, _TRIPLES) and bool(trainer.tpo_alpha)
     )
@@ -348,9 +372,81 @@ def generate_answers(original: Callable, self: Trainer, *args: object, **kwargs:
     "takes every process's word for its rewards",
     since="1.16",
 )
+@patch(
+    "trl.experimental.sdpo.sdpo_trainer:SDPOTrainer._calculate_rewards",
+    "takes every process's word for its rewards",
+    since="1.16",
+)
 def calculate_rewards(original: Callable, self: Trainer, *args: object, **kwargs: object) -> torch.Tensor:
     """Let one rank of a model say its rewards: what a function says may differ from call to call."""
-    rewards = original(self, *args, **kwargs)
-    if runtime.mesh().size("tp") > 1:
-        dist.broadcast(rewards, group=runtime.mesh().group("tp"), group_src=0)
+    rewards, mesh = original(self, *args, **kwargs), runtime.mesh()
+    for axis in ("pp", "tp"):
+        if mesh.size(axis) > 1:
+            dist.broadcast(rewards, group=mesh.group(axis), group_src=0)
     return rewards
+
+
+# ---- self-distillation ----------------------------------------------------------------------------------------------
+
+
+@patch(
+    "trl.experimental.{sdft.sdft_trainer:SDFTTrainer,sdpo.sdpo_trainer:SDPOTrainer}._prepare_training_batch",
+    "draws by process",
+    since="1.16",
+)
+def prepare_training_batch(original: Callable, self: Trainer, inputs: list) -> dict:
+    """Draw one set of completions on the ranks of one model."""
+    runtime.equalise_within_model(0)
+    return original(self, inputs)
+
+
+@patch(
+    "trl.experimental.{sdft.sdft_trainer:SDFTTrainer,sdpo.sdpo_trainer:SDPOTrainer}._compute_rollout_logps",
+    "asks one stage",
+    since="1.16",
+)
+def rollout_scores(original: Callable, self: Trainer, **batch: torch.Tensor) -> torch.Tensor | None:
+    """Before the loss the model is asked for log-probabilities: the last stage of a pipeline answers."""
+    state = runtime.find_parallel_state(self.model)
+    if state is None or state.pipeline is None:
+        return original(self, **batch)
+    with torch.no_grad():
+        return serve_script(state.pipeline, {}, lambda: original(self, **batch))[0]
+
+
+@patch(
+    "trl.experimental.{sdft.sdft_trainer:SDFTTrainer,sdpo.sdpo_trainer:SDPOTrainer}._compute_self_distillation_loss",
+    "logs a mean of means, which a rank without tokens does not gather",
+    since="1.16",
+)
+def self_distillation_loss(
+    original: Callable, self: Trainer, model: nn.Module, inputs: dict, distillation_logits: DistillationLogits
+) -> torch.Tensor:
+    """Log the mean over the tokens of the global batch."""
+    tokens, log, means = distillation_logits.loss_mask.sum(), self._log_self_distillation_metric, list[float]()
+    alone = {"gather": lambda value: value[None] if value.ndim == 0 else value}
+    gather = self.accelerator.gather
+    with (
+        replacing(self.accelerator, **alone),
+        replacing(self, _log_self_distillation_metric=lambda mode, value: means.append(value)),
+    ):
+        loss = original(self, model, inputs, distillation_logits)
+    found = gather(torch.tensor([[means[0] * tokens, tokens]], device=tokens.device))
+    log("train" if model.training else "eval", (found[:, 0].sum() / found[:, 1].sum().clamp(min=1)).item())
+    return loss
+
+
+#: SDPO's losses of policies that are a mean over the tokens of a rank.
+_OF_TOKENS = ("bnpo", "dapo")
+
+
+@patch("trl.experimental.sdpo.sdpo_trainer:SDPOTrainer._compute_policy_loss", "takes means of a rank", since="1.16")
+def policy_loss(original: Callable, self: Trainer, inputs: dict, student_logits: torch.Tensor) -> torch.Tensor:
+    """Take the mean over the tokens of the global batch, where the loss is a mean over tokens."""
+    loss = original(self, inputs, student_logits)
+    if self.loss_type not in _OF_TOKENS:
+        return loss
+    corrected = correct_over_data_ranks(loss, inputs["completion_mask"].sum().float(), 1.0)
+    logged = self._metrics["train" if self.model.training else "eval"]["self_distillation/policy_loss"]
+    logged[-1] = self.accelerator.gather(corrected.detach()).mean().item()
+    return corrected

@@ -119,6 +119,7 @@ def _check_distillation(args: DistillationConfig) -> None:
 
 @patch("trl.trainer.{grpo,rloo}_trainer:pad", "pads by process")
 @patch("trl.trainer.distillation_trainer:pad", "pads by process", since="1.16")
+@patch("trl.experimental.{sdft.sdft,sdpo.sdpo}_trainer:pad", "pads by process", since="1.16")
 def pad(
     original: Callable, tensors: list, padding_value: float = 0, padding_side: str = "right", **kwargs: object
 ) -> torch.Tensor:
@@ -131,20 +132,25 @@ def pad(
     return torch.nn.functional.pad(padded, sides, value=padding_value)
 
 
+class _ToShuffle(dict):
+    """A generation batch that `split_tensor_dict` shuffles."""
+
+
 @patch("trl.trainer.utils:shuffle_sequence_dict", "shuffles by process", copies=True)
 def shuffle_sequence_dict(original: Callable, seq_dict: dict) -> dict:
     """Left to `split_tensor_dict`, which knows the number of parts, where ranks have other rows or random states."""
-    return original(seq_dict) if runtime.mesh().data_size * runtime.mesh().size("pp") == 1 else seq_dict
+    return original(seq_dict) if runtime.mesh().data_size * runtime.mesh().size("pp") == 1 else _ToShuffle(seq_dict)
 
 
 @patch("trl.trainer.utils:split_tensor_dict", "splits by process", copies=True)
 def split_tensor_dict(original: Callable, tensor_dict: dict, num_chunks: int) -> list[dict]:
-    """Shuffle the generation batch of all data ranks, so that they share each part as one process would shuffle it."""
+    """Cut the generation batch of all data ranks, so that they share each part as one process would cut it."""
     mesh, batch, parts = runtime.mesh(), tensor_dict, num_chunks
-    if mesh.data_size * mesh.size("pp") == 1 or "prompt_ids" not in batch:  # GOLD does not shuffle
+    if mesh.data_size * mesh.size("pp") == 1 or "prompt_ids" not in batch:  # GOLD cuts before it generates
         return original(batch, parts)
     # Drawn for one part, too: later draws, of completions, are those of one process then.
-    order = torch.randperm(len(batch["prompt_ids"]) * mesh.data_size).to(mesh.device)
+    shuffle = torch.randperm if isinstance(tensor_dict, _ToShuffle) else torch.arange
+    order = shuffle(len(batch["prompt_ids"]) * mesh.data_size).to(mesh.device)
     if parts > 1:  # stages drop out, and so draw, apart
         for group in (mesh.data_group, mesh.group("pp")):
             dist.broadcast(order, group=group, group_src=0)

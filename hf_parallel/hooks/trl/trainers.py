@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -191,7 +192,7 @@ def check_trl_trainer(
     check_own_functions(config, kind.__name__ if does_keep_no_logits(kind) else None)
     servers.check_servers(trainer, args)
     if kind.__module__.startswith("trl.experimental."):
-        experimental.check_experimental_trainer(trainer, args, train_dataset)
+        experimental.check_experimental_trainer(trainer, args, train_dataset, eval_dataset)
     if f"{kind.__module__}.{kind.__qualname__}" in (*_TOKENS, *_EXAMPLES, *experimental.OTHERS):
         return
     if f"{kind.__module__}.{kind.__qualname__}" in online.TRAINERS:
@@ -201,7 +202,7 @@ def check_trl_trainer(
         ".".join([*kind.__module__.split(".")[:3], kind.__name__]),  # as it is imported
         "not known to this version",
         do="the trainers of `trl sft`, `dpo`, `kto`, `reward`, `grpo`, `rloo` and `distillation` work, and CPO, ORPO, "
-        "TPO, GKD, GOLD, IWOPD, OnlineDPO and GMPO of trl.experimental",
+        "TPO, GKD, GOLD, IWOPD, OnlineDPO, SDFT, SDPO and GMPO of trl.experimental",
     )
 
 
@@ -235,7 +236,7 @@ def count_trl_rows_per_example(trainer: Trainer) -> int | None:
         return None
     if online.is_trainer_among(trainer, _PAIRS):
         return 2
-    known = online.is_trainer_among(trainer, (*_TOKENS, *_EXAMPLES, *experimental.DISTILLS))
+    known = online.is_trainer_among(trainer, (*_TOKENS, *_EXAMPLES, *experimental.OTHERS))
     return experimental.count_blocks(trainer) if known else None
 
 
@@ -356,6 +357,17 @@ def reference_log_probs(
         return original(self, *args)
     with torch.no_grad():
         return serve_script(state.pipeline, dict(args[-1]), lambda: original(self, *args))[0]
+
+
+@patch("trl.trainer.callbacks:SyncRefModelCallback._sync_target_model", "writes to gathered weights", since="1.16")
+def sync_target_model(original: Callable, model: nn.Module, target_model: nn.Module, alpha: float) -> None:
+    """Let go of what a loss has gathered of a reference, or of a teacher, to which no backward pass comes."""
+    for one in (model, target_model):
+        state = runtime.find_parallel_state(one)
+        for module in one.modules() if state is None or state.pipeline is None else state.pipeline.stages.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+    original(model, target_model, alpha)
 
 
 # ---- the head ------------------------------------------------------------------------------------------------------
