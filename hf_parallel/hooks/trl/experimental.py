@@ -58,8 +58,18 @@ def check_experimental_trainer(
     """Refuse what has not been compared with one process, or would not be the same."""
     config = runtime.mesh().config
     apart, draws = is_trainer_among(trainer, APART), is_trainer_among(trainer, _DRAWS)
-    if config.data_parallel_size > 1 and not args.dataloader_drop_last:
+    several = config.data_parallel_size > 1
+    if several and not args.dataloader_drop_last:
         _refuse_repeated_prompts(trainer, args, train_dataset, eval_dataset)
+    named = [  # settings, and why they are refused
+        ("use_vllm", "has not been compared with one process"),
+        ("use_teacher_server", "has not been compared with one process"),
+        *[("generate_during_eval", "each data rank would show examples of its own")] * apart,
+        *[("uld_use_hybrid_loss", "logs a loss of the last example of each rank")] * (several or config.pp_size > 1),
+    ]
+    for key, why in named:
+        if getattr(args, key, False):
+            refuse(f"{type(trainer).__name__} with {key}=True", why, f"{key}=False")
     refusals = [
         (read_library_version("trl") < Version("1.16"), "", "has not been compared in TRL before 1.16", "trl 1.16"),
         (
@@ -67,12 +77,6 @@ def check_experimental_trainer(
             f" with cp_size={config.cp_size}",
             "its metrics run over padding, which parts of sequences leave out",
             f"tp_size={config.cp_size}",
-        ),
-        (
-            apart and args.generate_during_eval,
-            " with generate_during_eval=True",
-            "each data rank would show examples of its own",
-            "generate_during_eval=False",
         ),
         (
             apart and trainer.is_encoder_decoder,
@@ -87,18 +91,6 @@ def check_experimental_trainer(
             f"tp_size={config.pp_size}",
         ),
         (
-            getattr(args, "use_vllm", False),
-            " with use_vllm=True",
-            "has not been compared with one process",
-            "use_vllm=False",
-        ),
-        (
-            getattr(args, "use_teacher_server", False),
-            " with use_teacher_server=True",
-            "has not been compared with one process",
-            "use_teacher_server=False",
-        ),
-        (
             is_trainer_among(trainer, (*_WINDOWS, *_DRAWS, *_OWN_TEACHERS)) and config.shares_batches,
             f" with batch_shares={config.batch_shares}",
             "it draws as many answers on all ranks",
@@ -109,12 +101,6 @@ def check_experimental_trainer(
             " with a processor of images",
             "images are not shared out",
             "a tokenizer",
-        ),
-        (
-            getattr(args, "uld_use_hybrid_loss", False) and config.data_parallel_size * config.pp_size > 1,
-            " with uld_use_hybrid_loss=True",
-            "logs a loss of the last example of each rank",
-            "uld_use_hybrid_loss=False",
         ),
     ]
     for asked, spelled, why, works in refusals:

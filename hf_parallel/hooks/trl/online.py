@@ -307,6 +307,11 @@ def _without_repeats(trainer: GRPOTrainer | RLOOTrainer | DistillationTrainer, r
 # ---- the loss -------------------------------------------------------------------------------------------------------
 
 
+def find_trl_class(trainer: Trainer) -> type | None:
+    """Return the innermost of TRL's classes among those of a trainer; None if it is of another library."""
+    return next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
+
+
 def is_trainer_among(trainer: Trainer, names: tuple[str, ...]) -> bool:
     """Is its class, or one that it derives from, one of these of TRL's?"""
     return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(trainer).__mro__)

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -28,10 +27,8 @@ from hf_parallel.axes.pipeline.batches import COUNTED
 from hf_parallel.axes.pipeline.unscheduled import serve_script
 from hf_parallel.axes.tensor.vocab_parallel import Scaling, compute_first_row, compute_log_probs
 from hf_parallel.hooks import model_parts, runtime
-from hf_parallel.hooks.accelerate.shares import cut_of
 from hf_parallel.hooks.logits_read import does_keep_no_logits
 from hf_parallel.hooks.patching import patch, refuse_unpatched, replace, replacing
-from hf_parallel.hooks.trainer.checkpoints import record_of
 from hf_parallel.hooks.trainer.rows import JOINED
 from hf_parallel.hooks.trl import experimental, online, servers
 from hf_parallel.ranks import messages
@@ -166,7 +163,7 @@ def check_trl_trainer(
 ) -> None:
     """Refuse TRL's other trainers: what they do per process is not known to be that of one process."""
     # TRL's among its classes, the innermost one; none of another library's trainer.
-    kind = _find_trl_class(trainer)
+    kind = online.find_trl_class(trainer)
     if kind is None:
         servers.check_servers(trainer, args)
         return
@@ -204,10 +201,6 @@ def check_trl_trainer(
         do="the trainers of `trl sft`, `dpo`, `kto`, `reward`, `grpo`, `rloo` and `distillation` work, and CPO, ORPO, "
         "TPO, GKD, GOLD, IWOPD, OnlineDPO, SDFT, SDPO and GMPO of trl.experimental",
     )
-
-
-def _find_trl_class(trainer: Trainer) -> type | None:
-    return next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
 
 
 def _makes_pairs_itself(trainer: Trainer) -> bool:
@@ -460,88 +453,6 @@ def torch_call(original: Callable, self: DataCollatorForLanguageModeling, exampl
     return batch
 
 
-# ---- KTO ---------------------------------------------------------------------------------------------------------
-
-
-@patch("trl.trainer.kto_trainer:KTOTrainer._prepare_dataset", "pairs per process", since="1.6")
-def prepare_dataset(
-    original: Callable,
-    self: Trainer,
-    dataset: object,
-    processing_class: object,
-    args: TrainingArguments,
-    dataset_name: str,
-) -> object:
-    """KTO pairs prompts with completions of the same batch: of the global batch, as in one process."""
-    with replacing(args, per_device_train_batch_size=args.per_device_train_batch_size * runtime.mesh().data_size):
-        return original(self, dataset, processing_class, args, dataset_name)
-
-
-@patch("trl.trainer.kto_trainer:KTOTrainer.__init__", "pairs per process", before="1.6")
-def refuse_pairs_of_processes(original: Callable, self: Trainer, *args: object, **kwargs: object) -> NoReturn:
-    """Refuse a KTO that is not a subclass with pairs of its own, as LLaMA-Factory's is."""
-    refuse("KTOTrainer", "in TRL before 1.6 pairs prompts with completions of one process", "trl 1.6 or newer")
-
-
-@patch("trl.trainer.kto_trainer:KTOTrainer._compute_kl_logps", "mean of means", since="1.6")
-def kl_logps(original: Callable, self: Trainer, model: nn.Module, batch: dict) -> object:
-    """KTO averages the means of data ranks that have rows: weighted by them, unlike parts give the whole mean."""
-    logps = original(self, model, batch)
-    if hasattr(_find_trl_class(self), "kto_loss"):
-        return logps
-    if torch.is_tensor(batch.get("ref_KL_logps")):  # precomputed: the loss reads them after this
-        batch["ref_KL_logps"] = _weigh_by_rows(self, batch["ref_KL_logps"])
-    return _weigh_by_rows(self, logps)
-
-
-@patch("trl.trainer.kto_trainer:KTOTrainer.kto_loss", "mean of means", before="1.6")
-def kto_loss(
-    original: Callable,
-    self: Trainer,
-    policy_chosen_logps: torch.Tensor,
-    policy_rejected_logps: torch.Tensor,
-    policy_KL_logps: torch.Tensor | None,
-    reference_chosen_logps: torch.Tensor,
-    reference_rejected_logps: torch.Tensor,
-    reference_KL_logps: torch.Tensor | None,
-) -> object:
-    """Weigh log-probabilities that a subclass has computed in its own way."""
-    policy_KL_logps, reference_KL_logps = (_weigh_by_rows(self, it) for it in (policy_KL_logps, reference_KL_logps))
-    policy = policy_chosen_logps, policy_rejected_logps, policy_KL_logps
-    return original(self, *policy, reference_chosen_logps, reference_rejected_logps, reference_KL_logps)
-
-
-def _weigh_by_rows(trainer: Trainer, logps: torch.Tensor | None) -> torch.Tensor | None:
-    rows = _count_own_trl_examples(trainer)
-    if logps is None or rows is None:
-        return logps
-    totals = torch.tensor([float(rows), float(rows > 0)], device=logps.device)
-    dist.all_reduce(totals, group=runtime.mesh().data_group)
-    return logps * (rows * totals[1] / totals[0])
-
-
-def _count_own_trl_examples(trainer: Trainer) -> int | None:
-    """Return how many examples of the step in progress are this data rank's; None where all have as many."""
-    cut, rows = cut_of(trainer.accelerator.gradient_state), record_of(trainer).step.real_rows
-    return rows if rows is not None or cut is None else cut[runtime.mesh().data_rank]
-
-
-# ---- rewards -------------------------------------------------------------------------------------------------------
-
-
-def count_metrics_by_rows(trainer: Trainer) -> contextlib.AbstractContextManager:
-    """Count each real example once in numbers that TRL averages over data ranks."""
-    rows, gather = _count_own_trl_examples(trainer), trainer.accelerator.gather_for_metrics
-    if not rows or not online.is_trainer_among(trainer, (*_PAIRS[1:], *experimental.APART)):
-        return contextlib.nullcontext()
-
-    def by_rows(value: torch.Tensor) -> torch.Tensor:
-        mean = value.ndim == 0 and value.is_floating_point()
-        return gather(value.expand(rows) if mean else value)
-
-    return replacing(trainer.accelerator, gather_for_metrics=by_rows)
-
-
 # ---- precomputed log-probabilities of the reference --------------------------------------------------------------
 
 
@@ -581,21 +492,3 @@ def hash_module(original: Callable, module: nn.Module) -> str:
         digest.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
         digest.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return hashlib.sha256(" ".join(messages.gather_objects(digest.hexdigest())).encode()).hexdigest()
-
-
-@patch(
-    "trl.experimental.{cpo.cpo_trainer:CPOTrainer,orpo.orpo_trainer:ORPOTrainer}.get_batch_loss_metrics",
-    "evaluates apart from its `compute_loss`",
-    since="1.16",
-)
-def batch_loss_metrics(
-    original: Callable, self: Trainer, model: nn.Module, batch: dict, train_eval: str = "train"
-) -> object:
-    """Evaluate as `compute_loss` does: the last stage of a pipeline answers, metrics are of real examples."""
-    if train_eval == "train":
-        return original(self, model, batch, train_eval)
-    state = runtime.find_parallel_state(model)
-    with count_metrics_by_rows(self):
-        if state is None or state.pipeline is None:
-            return original(self, model, batch, train_eval)
-        return serve_script(state.pipeline, dict(batch), lambda: original(self, model, batch, train_eval))[0]
