@@ -13,10 +13,14 @@ END = 0  # of sequence, among the tokens of `trl_scripts.make_tokenizer`
 ENDS = 0.15  # of all draws: rows must have other lengths, and data ranks other longest rows
 
 
-def draw_by_row(data_rank: int = 0) -> None:
+def draw_by_row(data_rank: int = 0, each: int | None = None, blocks: int = 1) -> None:
     """From now on a draw of this process depends on the call of `generate`, the row of the global batch, the token.
 
     How the rows of a generation batch are shuffled depends on the call alone.
+
+    Args:
+        each: rows of a full batch on each data rank, where some batches have fewer; None if all are alike.
+        blocks: how many times a prompt is there: all first answers, then all second ones.
     """
     place = {"call": 0, "token": 0}
     sample = GenerationMixin._sample
@@ -27,7 +31,9 @@ def draw_by_row(data_rank: int = 0) -> None:
 
     def multinomial(probabilities: torch.Tensor, num_samples: int) -> torch.Tensor:
         rows = len(probabilities)
-        numbers = torch.stack([_number(place["call"], data_rank * rows + i, place["token"]) for i in range(rows)])
+        held = rows // blocks
+        own = [1_000 * (i // held) + data_rank * (each or held) + i % held for i in range(rows)]
+        numbers = torch.stack([_number(place["call"], row, place["token"]) for row in own])
         place["token"] += 1
         inside = ((numbers - ENDS) / (1 - ENDS)).clamp(min=0)[:, None]
         tokens = torch.searchsorted(probabilities.double().cumsum(1), inside).clamp(max=probabilities.shape[1] - 1)

@@ -23,7 +23,7 @@ from tokenizers import models as tokenizer_models
 from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast, PrinterCallback, trainer
 
 from hf_parallel.hooks import runtime
-from tests import models, rollouts
+from tests import models, rollouts, trl_experimental
 from tests.distributed import run, run_alone
 from tests.training import Outcome, Recorder, activate, axes, compared, key_differences, none, weight_differences
 
@@ -117,14 +117,17 @@ def write_data(root: str) -> None:
             return {"text": some(3, 9)}
         if kind == "prompt":
             return {"prompt": some(2, 5)}
+        if kind == "context":
+            return {"prompt": some(2, 5), "privileged_context": some(1, 4)}
         if kind == "completion":
             return {"prompt": some(2, 5), "completion": " " + some(1, 6)}
         if kind == "chat":
             turns = [("user", some(2, 4)), ("assistant", some(1, 5))]
             return {"messages": [{"role": role, "content": text} for role, text in turns]}
-        return {"prompt": some(2, 4), "chosen": " " + some(1, 5), "rejected": " " + some(1, 5)}
+        pair = {"prompt": some(2, 4), "chosen": " " + some(1, 5), "rejected": " " + some(1, 5)}
+        return {**pair, "reference": " " + some(1, 5)} if kind == "triple" else pair
 
-    for kind in ("text", "completion", "chat", "preference", "prompt"):
+    for kind in ("text", "completion", "chat", "preference", "prompt", "triple", "context"):
         folder = Path(root, kind)
         folder.mkdir(parents=True)
         for split, count in ROWS.items():
@@ -140,7 +143,7 @@ class AllLogs(Recorder):
 
 
 #: Of `trl`, those that draw tokens.
-GENERATING = ("grpo", "rloo", "distillation")
+GENERATING = ("grpo", "rloo", "distillation", *trl_experimental.GENERATING)
 
 
 def script(
@@ -156,21 +159,24 @@ def script(
     """Run `trl NAME FLAGS` in steps of `batch` rows over all data ranks. Draws belong to rows, or to a step."""
     datasets.config.HF_DATASETS_CACHE = Path(root, "cache")
     data_rank = _activate(spec)
+    rows = batch // axes(spec)["data_ranks"]
     if name in GENERATING and not real_draws:
-        rollouts.draw_by_row(data_rank)
+        rollouts.draw_by_row(
+            data_rank, rows if name in trl_experimental.RAGGED else None, trl_experimental.ANSWERS.get(name, 1)
+        )
     datasets.disable_progress_bars()
     recorder = AllLogs()
     callbacks = [recorder, rollouts.SeedEachStep()] if seed_steps else [recorder]
     trainer.DEFAULT_CALLBACKS = [*callbacks, *trainer.DEFAULT_CALLBACKS]  # a script takes no callbacks
     PrinterCallback.on_log = lambda *args, **kwargs: None
-    rows = str(batch // axes(spec)["data_ranks"])
     common = {
         **{"output_dir": out, "max_steps": STEPS, "logging_steps": 1, "save_strategy": "no", "report_to": "none"},
         **{"use_cpu": "true", "bf16": "false", "disable_tqdm": "true", "optim": "sgd", "learning_rate": 0.1},
         **{"per_device_train_batch_size": rows, "per_device_eval_batch_size": rows},
     }
     arguments = [word for key, value in common.items() for word in (f"--{key}", str(value))]
-    module = importlib.import_module(f"trl.scripts.{name}")
+    experimental = name in trl_experimental.KINDS
+    module = trl_experimental.Script(name) if experimental else importlib.import_module(f"trl.scripts.{name}")
     parser = module.make_parser()
     module.main(*parser.parse_args_and_config([*arguments, *flags], fail_with_unknown_args=False))
     return Outcome(recorder.logs, recorder.gradient_keys, out)

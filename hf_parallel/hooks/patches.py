@@ -34,7 +34,7 @@ from hf_parallel.hooks.trainer import (  # noqa: F401
     token_budget,
     training,
 )
-from hf_parallel.hooks.trl import online, servers, trainers  # noqa: F401
+from hf_parallel.hooks.trl import experimental, online, preferences, servers, trainers  # noqa: F401
 
 
 def list_patches(without_layout: bool = False) -> list[Patch]:

@@ -61,7 +61,7 @@ def test_noise_of_joined_examples_is_refused_under_pp(trl_runs, flags):
     ("case", "spec"),
     pairs(
         {
-            "reference": "dp_shard=2,tp=2 pp=2",
+            "reference": "dp_shard=2,tp=2 pp=2 dp_shard=2,pp=2",
             "adapters": BOTH,
             "precomputed": "dp_shard=2,tp=2 pp=2",
             "ragged": "dp_shard=2",

@@ -27,6 +27,7 @@ from hf_parallel.hooks.accelerate.shares import (
 from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.hooks.trainer import losses, means, rows
 from hf_parallel.hooks.trainer.checkpoints import StepRecord, record_of
+from hf_parallel.hooks.trl import experimental
 from hf_parallel.hooks.trl import trainers as trl
 from hf_parallel.ranks import messages
 
@@ -205,7 +206,9 @@ def evaluate_real_rows(
     # A pipeline need not send logits that nobody wants, and a rank without a row of its own is absent.
     wants = contextlib.nullcontext() if engine is None else replacing(engine, loss_only=prediction_loss_only)
     scope, absent = (
-        means.compute_in_scope(means.Scope(step.share, predicts=True)),
+        means.compute_in_scope(
+            means.Scope(step.share, predicts=True, corrects=experimental.adds_mean_over_tokens(self))
+        ),
         replacing(runtime.current(), absent=step.real_rows == 0),
     )
     with replacing(record_of(self), step=step, evaluates=True), wants, scope, absent:

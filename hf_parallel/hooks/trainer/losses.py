@@ -28,7 +28,7 @@ from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.hooks.trainer import bad_numbers, checkpoints, means, own_means
 from hf_parallel.hooks.trainer.bad_numbers import Joined, remember_counts
 from hf_parallel.hooks.trainer.checkpoints import record_of
-from hf_parallel.hooks.trl import online
+from hf_parallel.hooks.trl import experimental, online, preferences
 from hf_parallel.hooks.trl import trainers as trl
 from hf_parallel.model.calls import bind_by_name, note_unread_logits
 
@@ -320,7 +320,8 @@ def _call_compute_loss(
     record, former = record_of(self), self.args.average_tokens_across_devices
     given = bind_by_name(Trainer.compute_loss, (self, model, inputs, *args), kwargs)
     step, items = record.step, given.get("num_items_in_batch")
-    scope = means.Scope(step.share, items is not None and bool(record.weighs))
+    weighs = items is not None and bool(record.weighs)
+    scope = means.Scope(step.share, weighs, corrects=experimental.adds_mean_over_tokens(self))
     step.logged = []
     # Our share of the tokens already contains the factor for processes. Some scripts multiply by it themselves.
     whole = former and means.does_know_processes(self)
@@ -344,7 +345,7 @@ def _call_compute_loss(
         means.compute_in_scope(scope),
         _without_gradients_of_absent(model, is_own(self) and step.real_rows == 0),
         unread,
-        trl.count_metrics_by_rows(self),
+        preferences.count_metrics_by_rows(self),
         watching as seen,
     ):
         result = own(model, inputs, *args, **kwargs)

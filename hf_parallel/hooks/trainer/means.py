@@ -42,6 +42,7 @@ class Scope:
         assumed: for a model that the script gave no count?
         reads_count: has the script computed with the count of targets?
         predicts: is it that of a `prediction_step`, which nobody weighs by the count of targets?
+        corrects: are means over targets in the script's own code made means over those of all data ranks?
         taken: the last mean outside of what is weighted, and over how many targets it runs.
     """
 
@@ -51,6 +52,7 @@ class Scope:
     assumed: bool = False
     reads_count: bool = False
     predicts: bool = False
+    corrects: bool = False
     taken: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
@@ -252,6 +254,8 @@ def correct_mean(value: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     """Weigh a mean over `count` numbers where it is taken in a model's forward; remember one of the script's own."""
     now = of_session(_Now)
     if not now.forwards or now.forwards[-1].share is None:
+        if now.scope is not None and now.scope.corrects and not now.forwards:
+            return correct_over_data_ranks(value, count, now.scope.share)
         if now.scope is not None:
             now.scope.taken = value, count
         return value

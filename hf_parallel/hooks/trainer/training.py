@@ -212,7 +212,7 @@ def init(
     except OSError as error:
         refuse(f"output_dir={folder}", f"cannot be made ({error.strerror or error})", do="give another", cause=error)
     given = bind_by_name(original, (self, model, args, *rest), kwargs)
-    trl.check_trl_trainer(self, args, given.get("eval_dataset"), model)
+    trl.check_trl_trainer(self, args, given.get("eval_dataset"), model, given.get("train_dataset"))
     if model is not None:
         _make_ready(model, given.get("optimizers"))
     with replacing(args, save_only_model=True):  # Trainer refuses sharded models that checkpoint, our save does not

@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
 #: Their loss is a sum over tokens, which they divide by the tokens of all processes, and compares with a teacher.
 _DISTILLS = ("trl.trainer.distillation_trainer.DistillationTrainer",)
-TRAINERS = ("trl.trainer.grpo_trainer.GRPOTrainer", "trl.trainer.rloo_trainer.RLOOTrainer", *_DISTILLS)
+#: GRPO with another loss, a mean over rows whatever `loss_type` says.
+_MEANS = ("trl.experimental.gmpo.gmpo_trainer.GMPOTrainer",)
+_SAMPLES = ("trl.trainer.grpo_trainer.GRPOTrainer", "trl.trainer.rloo_trainer.RLOOTrainer")
+TRAINERS = (*_SAMPLES, *_MEANS, *_DISTILLS)
 #: Losses of GRPO that are a sum over tokens, divided by their number over all processes.
 _SUMS = ("cispo", "dapo", "vespo")
 
@@ -116,6 +119,7 @@ def _check_distillation(args: DistillationConfig) -> None:
 
 @patch("trl.trainer.{grpo,rloo}_trainer:pad", "pads by process")
 @patch("trl.trainer.distillation_trainer:pad", "pads by process", since="1.16")
+@patch("trl.experimental.{sdft.sdft,sdpo.sdpo}_trainer:pad", "pads by process", since="1.16")
 def pad(
     original: Callable, tensors: list, padding_value: float = 0, padding_side: str = "right", **kwargs: object
 ) -> torch.Tensor:
@@ -128,20 +132,25 @@ def pad(
     return torch.nn.functional.pad(padded, sides, value=padding_value)
 
 
+class _ToShuffle(dict):
+    """A generation batch that `split_tensor_dict` shuffles."""
+
+
 @patch("trl.trainer.utils:shuffle_sequence_dict", "shuffles by process", copies=True)
 def shuffle_sequence_dict(original: Callable, seq_dict: dict) -> dict:
     """Left to `split_tensor_dict`, which knows the number of parts, where ranks have other rows or random states."""
-    return original(seq_dict) if runtime.mesh().data_size * runtime.mesh().size("pp") == 1 else seq_dict
+    return original(seq_dict) if runtime.mesh().data_size * runtime.mesh().size("pp") == 1 else _ToShuffle(seq_dict)
 
 
 @patch("trl.trainer.utils:split_tensor_dict", "splits by process", copies=True)
 def split_tensor_dict(original: Callable, tensor_dict: dict, num_chunks: int) -> list[dict]:
-    """Shuffle the generation batch of all data ranks, so that they share each part as one process would shuffle it."""
+    """Cut the generation batch of all data ranks, so that they share each part as one process would cut it."""
     mesh, batch, parts = runtime.mesh(), tensor_dict, num_chunks
-    if mesh.data_size * mesh.size("pp") == 1:
+    if mesh.data_size * mesh.size("pp") == 1 or "prompt_ids" not in batch:  # GOLD cuts before it generates
         return original(batch, parts)
     # Drawn for one part, too: later draws, of completions, are those of one process then.
-    order = torch.randperm(len(batch["prompt_ids"]) * mesh.data_size).to(mesh.device)
+    shuffle = torch.randperm if isinstance(tensor_dict, _ToShuffle) else torch.arange
+    order = shuffle(len(batch["prompt_ids"]) * mesh.data_size).to(mesh.device)
     if parts > 1:  # stages drop out, and so draw, apart
         for group in (mesh.data_group, mesh.group("pp")):
             dist.broadcast(order, group=group, group_src=0)
@@ -298,9 +307,19 @@ def _without_repeats(trainer: GRPOTrainer | RLOOTrainer | DistillationTrainer, r
 # ---- the loss -------------------------------------------------------------------------------------------------------
 
 
+def find_trl_class(trainer: Trainer) -> type | None:
+    """Return the innermost of TRL's classes among those of a trainer; None if it is of another library."""
+    return next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
+
+
 def is_trainer_among(trainer: Trainer, names: tuple[str, ...]) -> bool:
     """Is its class, or one that it derives from, one of these of TRL's?"""
     return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(trainer).__mro__)
+
+
+def get_loss_type(trainer: Trainer) -> str:
+    """Return GRPO's `loss_type`; "" for a trainer that goes by none."""
+    return "" if is_trainer_among(trainer, _MEANS) else getattr(trainer, "loss_type", "")
 
 
 def weigh_online_loss(trainer: Trainer, loss: torch.Tensor, inputs: dict) -> torch.Tensor:
@@ -309,7 +328,7 @@ def weigh_online_loss(trainer: Trainer, loss: torch.Tensor, inputs: dict) -> tor
     Means over rows are that already, and sums over tokens, which TRL divides by the tokens of all processes. So is
     the loss of a trainer that generates nothing.
     """
-    kind, mesh = getattr(trainer, "loss_type", ""), runtime.mesh()
+    kind, mesh = get_loss_type(trainer), runtime.mesh()
     generates = is_trainer_among(trainer, TRAINERS)
     if not generates or mesh.data_size == 1 or (trainer.model.training and kind != "bnpo"):
         return loss

@@ -10,14 +10,14 @@ import functools
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -27,12 +27,10 @@ from hf_parallel.axes.pipeline.batches import COUNTED
 from hf_parallel.axes.pipeline.unscheduled import serve_script
 from hf_parallel.axes.tensor.vocab_parallel import Scaling, compute_first_row, compute_log_probs
 from hf_parallel.hooks import model_parts, runtime
-from hf_parallel.hooks.accelerate.shares import cut_of
 from hf_parallel.hooks.logits_read import does_keep_no_logits
 from hf_parallel.hooks.patching import patch, refuse_unpatched, replace, replacing
-from hf_parallel.hooks.trainer.checkpoints import record_of
 from hf_parallel.hooks.trainer.rows import JOINED
-from hf_parallel.hooks.trl import online, servers
+from hf_parallel.hooks.trl import experimental, online, servers
 from hf_parallel.ranks import messages
 from hf_parallel.ranks.local import get_local
 from hf_parallel.ranks.mesh import get_stored
@@ -144,7 +142,7 @@ def init(original: Callable, self: Trainer, model: object, *args: object, **kwar
 #: Trainers whose batches are [all chosen; all rejected].
 _PAIRS = ("trl.trainer.dpo_trainer.DPOTrainer", "trl.trainer.reward_trainer.RewardTrainer")
 _TOKENS = ("trl.trainer.sft_trainer.SFTTrainer",)
-_EXAMPLES = (*_PAIRS, "trl.trainer.kto_trainer.KTOTrainer")
+_EXAMPLES = (*_PAIRS, "trl.trainer.kto_trainer.KTOTrainer", *experimental.PREFERENCES)
 #: Trainers whose `training_step` only brings activations to the host and back, if asked to.
 _OFFLOADING_STEPS = (*_EXAMPLES, *_TOKENS)
 
@@ -157,11 +155,15 @@ _COUPLED = {
 
 
 def check_trl_trainer(
-    trainer: Trainer, args: TrainingArguments, eval_dataset: object, model: PreTrainedModel | None = None
+    trainer: Trainer,
+    args: TrainingArguments,
+    eval_dataset: object,
+    model: PreTrainedModel | None = None,
+    train_dataset: Sized | None = None,
 ) -> None:
     """Refuse TRL's other trainers: what they do per process is not known to be that of one process."""
     # TRL's among its classes, the innermost one; none of another library's trainer.
-    kind = _find_trl_class(trainer)
+    kind = online.find_trl_class(trainer)
     if kind is None:
         servers.check_servers(trainer, args)
         return
@@ -186,7 +188,9 @@ def check_trl_trainer(
         refuse(f"neftune_noise_alpha={alpha:g} with padding_free or packing", why, "neftune_noise_alpha=None")
     check_own_functions(config, kind.__name__ if does_keep_no_logits(kind) else None)
     servers.check_servers(trainer, args)
-    if f"{kind.__module__}.{kind.__qualname__}" in (*_TOKENS, *_EXAMPLES):
+    if kind.__module__.startswith("trl.experimental."):
+        experimental.check_experimental_trainer(trainer, args, train_dataset, eval_dataset)
+    if f"{kind.__module__}.{kind.__qualname__}" in (*_TOKENS, *_EXAMPLES, *experimental.OTHERS):
         return
     if f"{kind.__module__}.{kind.__qualname__}" in online.TRAINERS:
         online.check_online_trainer(trainer, args, eval_dataset, model)
@@ -194,12 +198,9 @@ def check_trl_trainer(
     refuse(
         ".".join([*kind.__module__.split(".")[:3], kind.__name__]),  # as it is imported
         "not known to this version",
-        do="the trainers of `trl sft`, `dpo`, `kto`, `reward`, `grpo`, `rloo` and `distillation` work",
+        do="the trainers of `trl sft`, `dpo`, `kto`, `reward`, `grpo`, `rloo` and `distillation` work, and CPO, ORPO, "
+        "TPO, GKD, GOLD, IWOPD, OnlineDPO, SDFT, SDPO and GMPO of trl.experimental",
     )
-
-
-def _find_trl_class(trainer: Trainer) -> type | None:
-    return next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
 
 
 def _makes_pairs_itself(trainer: Trainer) -> bool:
@@ -228,7 +229,8 @@ def count_trl_rows_per_example(trainer: Trainer) -> int | None:
         return None
     if online.is_trainer_among(trainer, _PAIRS):
         return 2
-    return 1 if online.is_trainer_among(trainer, (*_TOKENS, *_EXAMPLES)) else None
+    known = online.is_trainer_among(trainer, (*_TOKENS, *_EXAMPLES, *experimental.OTHERS))
+    return experimental.count_blocks(trainer) if known else None
 
 
 def is_sft(trainer: Trainer) -> bool:
@@ -238,7 +240,9 @@ def is_sft(trainer: Trainer) -> bool:
 
 def count_targets_of_mean(trainer: Trainer, batch: dict) -> torch.Tensor | None:
     """Over how many targets SFT's own loss is a mean where it is given no count, as before an evaluation in 5.23."""
-    if not is_sft(trainer) or trainer.compute_loss_func is not None or is_loss_of_subclass(trainer):
+    of_tokens = is_sft(trainer) or online.is_trainer_among(trainer, experimental.DISTILLS)
+    of_tokens = of_tokens and not experimental.aligns_tokenizers(trainer)
+    if not of_tokens or trainer.compute_loss_func is not None or is_loss_of_subclass(trainer):
         return None
     return (batch["labels"][..., 1:] != -100).sum().float()
 
@@ -264,7 +268,8 @@ def is_loss_of_subclass(trainer: Trainer) -> bool:
 
 def is_loss_of_sft(trainer: Trainer) -> bool:
     """Is the loss that of TRL's SFT, to which neither a subclass nor a function adds anything?"""
-    return is_sft(trainer) and trainer.compute_loss_func is None and not _list_own_losses(trainer)
+    distills = online.is_trainer_among(trainer, experimental.DISTILLS)
+    return is_sft(trainer) and not distills and trainer.compute_loss_func is None and not _list_own_losses(trainer)
 
 
 def does_subclass_add_to_loss(trainer: Trainer) -> bool:
@@ -327,8 +332,9 @@ def does_only_offload_in_steps(trainer: Trainer) -> bool:
 def needs_whole_batches(trainer: Trainer) -> bool:
     """Is the loss known not to be one of micro-batches? A few rows may look as if it were."""
     # GRPO's losses that are none of single rows: a quantile over the batch, a mean over its tokens.
-    couples = getattr(trainer, "top_entropy_quantile", 1.0) < 1 or getattr(trainer, "loss_type", "") == "bnpo"
-    return couples and online.is_trainer_among(trainer, online.TRAINERS)
+    couples = getattr(trainer, "top_entropy_quantile", 1.0) < 1 or online.get_loss_type(trainer) == "bnpo"
+    known = online.is_trainer_among(trainer, online.TRAINERS)
+    return experimental.takes_whole_batches(trainer) or (couples and known)
 
 
 @patch(
@@ -344,6 +350,17 @@ def reference_log_probs(
         return original(self, *args)
     with torch.no_grad():
         return serve_script(state.pipeline, dict(args[-1]), lambda: original(self, *args))[0]
+
+
+@patch("trl.trainer.callbacks:SyncRefModelCallback._sync_target_model", "writes to gathered weights", since="1.16")
+def sync_target_model(original: Callable, model: nn.Module, target_model: nn.Module, alpha: float) -> None:
+    """Let go of what a loss has gathered of a reference, or of a teacher, to which no backward pass comes."""
+    for one in (model, target_model):
+        state = runtime.find_parallel_state(one)
+        for module in one.modules() if state is None or state.pipeline is None else state.pipeline.stages.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+    original(model, target_model, alpha)
 
 
 # ---- the head ------------------------------------------------------------------------------------------------------
@@ -434,88 +451,6 @@ def torch_call(original: Callable, self: DataCollatorForLanguageModeling, exampl
         padding = batch["input_ids"].shape[1] - len(whose)
         batch[JOINED] = torch.cat([whose, whose[-1:].expand(padding)])[None]
     return batch
-
-
-# ---- KTO ---------------------------------------------------------------------------------------------------------
-
-
-@patch("trl.trainer.kto_trainer:KTOTrainer._prepare_dataset", "pairs per process", since="1.6")
-def prepare_dataset(
-    original: Callable,
-    self: Trainer,
-    dataset: object,
-    processing_class: object,
-    args: TrainingArguments,
-    dataset_name: str,
-) -> object:
-    """KTO pairs prompts with completions of the same batch: of the global batch, as in one process."""
-    with replacing(args, per_device_train_batch_size=args.per_device_train_batch_size * runtime.mesh().data_size):
-        return original(self, dataset, processing_class, args, dataset_name)
-
-
-@patch("trl.trainer.kto_trainer:KTOTrainer.__init__", "pairs per process", before="1.6")
-def refuse_pairs_of_processes(original: Callable, self: Trainer, *args: object, **kwargs: object) -> NoReturn:
-    """Refuse a KTO that is not a subclass with pairs of its own, as LLaMA-Factory's is."""
-    refuse("KTOTrainer", "in TRL before 1.6 pairs prompts with completions of one process", "trl 1.6 or newer")
-
-
-@patch("trl.trainer.kto_trainer:KTOTrainer._compute_kl_logps", "mean of means", since="1.6")
-def kl_logps(original: Callable, self: Trainer, model: nn.Module, batch: dict) -> object:
-    """KTO averages the means of data ranks that have rows: weighted by them, unlike parts give the whole mean."""
-    logps = original(self, model, batch)
-    if hasattr(_find_trl_class(self), "kto_loss"):
-        return logps
-    if torch.is_tensor(batch.get("ref_KL_logps")):  # precomputed: the loss reads them after this
-        batch["ref_KL_logps"] = _weigh_by_rows(self, batch["ref_KL_logps"])
-    return _weigh_by_rows(self, logps)
-
-
-@patch("trl.trainer.kto_trainer:KTOTrainer.kto_loss", "mean of means", before="1.6")
-def kto_loss(
-    original: Callable,
-    self: Trainer,
-    policy_chosen_logps: torch.Tensor,
-    policy_rejected_logps: torch.Tensor,
-    policy_KL_logps: torch.Tensor | None,
-    reference_chosen_logps: torch.Tensor,
-    reference_rejected_logps: torch.Tensor,
-    reference_KL_logps: torch.Tensor | None,
-) -> object:
-    """Weigh log-probabilities that a subclass has computed in its own way."""
-    policy_KL_logps, reference_KL_logps = (_weigh_by_rows(self, it) for it in (policy_KL_logps, reference_KL_logps))
-    policy = policy_chosen_logps, policy_rejected_logps, policy_KL_logps
-    return original(self, *policy, reference_chosen_logps, reference_rejected_logps, reference_KL_logps)
-
-
-def _weigh_by_rows(trainer: Trainer, logps: torch.Tensor | None) -> torch.Tensor | None:
-    rows = _count_own_trl_examples(trainer)
-    if logps is None or rows is None:
-        return logps
-    totals = torch.tensor([float(rows), float(rows > 0)], device=logps.device)
-    dist.all_reduce(totals, group=runtime.mesh().data_group)
-    return logps * (rows * totals[1] / totals[0])
-
-
-def _count_own_trl_examples(trainer: Trainer) -> int | None:
-    """Return how many examples of the step in progress are this data rank's; None where all have as many."""
-    cut, rows = cut_of(trainer.accelerator.gradient_state), record_of(trainer).step.real_rows
-    return rows if rows is not None or cut is None else cut[runtime.mesh().data_rank]
-
-
-# ---- rewards -------------------------------------------------------------------------------------------------------
-
-
-def count_metrics_by_rows(trainer: Trainer) -> contextlib.AbstractContextManager:
-    """Count each real example once in accuracy and margin, averaged over data ranks."""
-    rows, gather = _count_own_trl_examples(trainer), trainer.accelerator.gather_for_metrics
-    if not rows or not online.is_trainer_among(trainer, _PAIRS[1:]):
-        return contextlib.nullcontext()
-
-    def by_rows(value: torch.Tensor) -> torch.Tensor:
-        mean = value.ndim == 0 and value.is_floating_point()
-        return gather(value.expand(rows) if mean else value)
-
-    return replacing(trainer.accelerator, gather_for_metrics=by_rows)
 
 
 # ---- precomputed log-probabilities of the reference --------------------------------------------------------------
