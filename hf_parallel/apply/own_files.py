@@ -62,6 +62,16 @@ class KnownStates:
         fitting = (one for one in models if own <= {id(p) for p in list_saved_parameters(one[0]).values()})
         return next(fitting, None)
 
+    def list_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that train a parallel model, or nothing on this stage, the newest first.
+
+        Some ranks may still have an older one, which others have forgotten, and optimizers that the layout tries.
+        """
+        parameters = {id(p) for _, model, _ in self.iterate_models() for p in list_saved_parameters(model).values()}
+        found = (one for ref in reversed(self.optimizers) if (one := ref()) is not None)
+        own = ((one, {id(p) for group in one.param_groups for p in group["params"]}) for one in found)
+        return [one for one, held in own if not held or held & parameters]
+
 
 def let_write_states(model: nn.Module, mesh: ParallelMesh) -> None:
     """Let a script write the whole state of a model. All ranks call this for the same models in the same order."""
@@ -73,7 +83,7 @@ def let_write_states(model: nn.Module, mesh: ParallelMesh) -> None:
 
 
 def note_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Number an optimizer. All ranks call this for the same optimizers in the same order."""
+    """Let a script write the state of an optimizer. All ranks make a model's optimizers in the same order."""
     of_session(KnownStates).optimizers.append(weakref.ref(optimizer))
 
 
@@ -143,7 +153,7 @@ def _gather(known: KnownStates, question: Question) -> dict[str, Any]:
         ref, mesh = known.models[question.number]
         model: Any = ref()
         return gather_whole_state(model, mesh)
-    optimizer: Any = known.optimizers[question.number]()
+    optimizer = known.list_optimizers()[question.number]
     found = known.find_model_of(optimizer)
     if found is None:
         raise NotImplementedError(
@@ -184,8 +194,7 @@ class _Parts:
         known = of_session(KnownStates)
         self.answers: dict[Question, dict[str, Any] | None] = {}
         self.models = {number: (model, mesh) for number, model, mesh in known.iterate_models()}
-        self.optimizers = {number: one for number, ref in enumerate(known.optimizers) if (one := ref()) is not None}
-        self.known = known
+        self.optimizers = dict(enumerate(known.list_optimizers()))
         self.places: dict[tuple[int, torch.Size], tuple[int, str]] = {}
         self.own: dict[int, dict[str, torch.Tensor]] = {}
         self.elsewhere = {number: list_names_of_other_stages(model) for number, (model, _) in self.models.items()}

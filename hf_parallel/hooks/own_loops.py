@@ -351,7 +351,7 @@ def make_optimizer(original: Callable, self: Optimizer, params: Any, *args: Any,
     original(self, params, *args, **kwargs)
     if _trains_together():
         of_process(_Beside).name_next(self)
-        note_optimizer(self)
+    note_optimizer(self)
 
 
 def _trains_together() -> bool:
