@@ -43,6 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "scores": {"classifier": True},
     "wide": {"hidden_size": 128, "intermediate_size": 256},
     "mixtral": {"kind": "mixtral_balanced"},
+    "gpt2": {"kind": "gpt2"},  # counts padding for positions
 }
 LORA = "--use_peft --lora_r 4 --lora_dropout 0 --lora_target_modules all-linear --learning_rate 1.0"
 RAGGED = "--dataset_train_split test --max_steps 4 --eval_strategy steps --eval_steps 3"

@@ -70,6 +70,7 @@ TEACHER = (
 GKD = {
     # Completions of the model, of the teacher, or those of the data set, as one number per batch decides.
     "mixed": f"{TEACHER} --lmbda 0.6 --seq_kd true --beta 0.0",
+    "positions": f"{TEACHER} --model_name_or_path MODEL:gpt2 --lmbda 0.6",
     "adapters": f"{TEACHER} {LORA} --lmbda 1.0 --beta 1.0 --gradient_accumulation_steps 2 --temperature 0.7",
 }
 
@@ -78,7 +79,11 @@ GKD = {
 @pytest.mark.parametrize(
     ("case", "spec"),
     pairs(
-        {"mixed": "dp_shard=4 dp_shard=2,tp=2,zero_stage=2 dp_replicate=2,pp=2", "adapters": "dp_shard=2,pp=2 cp=2"}
+        {
+            "mixed": "dp_shard=4 dp_shard=2,tp=2,zero_stage=2 dp_replicate=2,pp=2",
+            "adapters": "dp_shard=2,pp=2 cp=2",
+            "positions": "dp_shard=2",
+        }
     ),
 )
 def test_gkd(trl_runs, case, spec):
@@ -199,6 +204,7 @@ ONLINE_DPO = {
     "whole": f"{ANSWERS} --gradient_accumulation_steps 2",
     "adapters": f"{ANSWERS} {LORA} --loss_type ipo --reward_model MODEL:scores --missing_eos_penalty 1.0",
     "ragged": f"{ANSWERS} --dataset_train_split test",  # one data rank
+    "positions": f"{ANSWERS} --max_length 20 --model_name_or_path MODEL:gpt2",
 }
 
 
@@ -206,7 +212,12 @@ ONLINE_DPO = {
 @pytest.mark.parametrize(
     ("case", "spec"),
     pairs(
-        {"whole": "dp_shard=2 dp_shard=4", "adapters": "dp_shard=2,tp=2,zero_stage=1 dp_replicate=2", "ragged": "tp=2"}
+        {
+            "whole": "dp_shard=2 dp_shard=4",
+            "adapters": "dp_shard=2,tp=2,zero_stage=1 dp_replicate=2",
+            "ragged": "tp=2",
+            "positions": "dp_shard=2",
+        }
     ),
 )
 def test_online_dpo(trl_runs, case, spec):
