@@ -116,10 +116,11 @@ class Pack:
             parts = plan.config.tp_size if style == "rowwise" else 1
             for what, width in (("rows", module.in_features), ("a rank's parts of rows", module.in_features // parts)):
                 if width % BLOCK:
+                    smaller = "" if module.in_features % BLOCK else "a smaller tp_size or "
                     refuse(
                         "load_in_4bit",
                         f"{what} of {name} hold {width} weights, not whole blocks of {BLOCK}",
-                        f'a smaller tp_size or llm_int8_skip_modules=["{name.rpartition(".")[2]}"]',
+                        f'{smaller}llm_int8_skip_modules=["{name.rpartition(".")[2]}"]',
                     )
             if style is not None and part is not None and part.overlap:
                 refuse("tp_overlap=true", "products with weights of 4 bits are not overlapped", "false")

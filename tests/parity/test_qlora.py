@@ -101,6 +101,10 @@ def test_rows_of_half_blocks_are_refused(runs, tmp_path):
     """`down_proj` has rows of 128 weights: over four ranks 32 each, half a block."""
     with pytest.raises(RankFailure, match=pattern_of_refusal("load_in_4bit", 64, works=" works")):
         run(partial(train, "tp=2", str(tmp_path), runs.initial("llama"), "single"), 2, init=False)
+    narrow = runs.initial("llama", hidden_size=32)
+    with pytest.raises(RankFailure, match=pattern_of_refusal("load_in_4bit", 32, works=" works")) as caught:
+        run(partial(train, "dp_shard=2", str(tmp_path), narrow, "single"), 2, init=False)
+    assert "tp_size" not in caught.value.message  # whole rows are no blocks already
 
 
 def test_linears_looked_for_by_their_class_are_refused(folder, tmp_path):
