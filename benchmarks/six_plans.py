@@ -65,7 +65,8 @@ def write_answer(question: str, dry: bool) -> Iterator[str]:
         f"Run `--num_processes {options['gpus']} --parallel {best.config.to_spec()}` with "
         f"`--per_device_train_batch_size {best.rows} --gradient_accumulation_steps {best.accumulation}`.\n"
     )
-    memory = f"{best.allocated_gib:.1f} allocated, {best.reserved_gib:.1f} reserved, {best.free_gib:.1f} free"
+    held = best.prediction
+    memory = f"{held.allocated_gib:.1f} allocated, {held.reserved_gib:.1f} reserved, {best.free_gib:.1f} free"
     speed = f"{best.step_time_s:,.1f} s per step, {best.prediction.tokens_per_s_per_gpu:,.0f} tokens/s per GPU"
     yield f"{speed}. GiB of the fullest GPU: {memory}; {best.host_gib:,.0f} of a node's host.\n"
     yield from (f"- {who}: {why}" for who, why in found.why_not)

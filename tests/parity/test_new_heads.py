@@ -41,9 +41,7 @@ def load(
     torch.manual_seed(3)
     if spec is None:
         model, info = task.from_pretrained(folder, output_loading_info=True, **kwargs)
-        tied = set(model.all_tied_weights_keys)
-        whole = {key: tensor for key, tensor in model.state_dict().items() if key not in tied}
-        return {"weights": whole, "sizes": info["mismatched_keys"], "next": torch.rand(2)}
+        return {"weights": dict(model.state_dict()), "sizes": info["mismatched_keys"], "next": torch.rand(2)}
     from hf_parallel.checkpoint import full_state_dict
     from hf_parallel.hooks import loading, runtime
 
