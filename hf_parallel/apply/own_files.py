@@ -89,13 +89,22 @@ def note_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 def list_names_of_other_stages(model: nn.Module) -> set[str]:
     """Return the names of weights that other stages hold, as a parallel model or a module around it names them."""
-    own, found = {*model.state_dict()}, set[str]()
+    own, found = _list_saved_names(model), set[str]()
     for prefix, module in model.named_modules():
         pipeline = getattr(vars(module).get("_hf_parallel"), "pipeline", None)
         if pipeline is not None:
             with pipeline.remote_modules.shown(module):
-                found |= {f"{prefix}.{name}" if prefix else name for name in module.state_dict()}
+                found |= {f"{prefix}.{name}" if prefix else name for name in _list_saved_names(module)}
     return found - own
+
+
+def _list_saved_names(model: nn.Module) -> set[str]:
+    """Return the keys of `model.state_dict()`, which lets go of gathered weights in the midst of a call."""
+    found = {name for name, _ in nn.Module.named_parameters(model, remove_duplicate=False)}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        names = module._buffers.keys() - module._non_persistent_buffers_set
+        found |= {f"{prefix}.{name}" if prefix else name for name in names}
+    return found
 
 
 # ---- writing --------------------------------------------------------------------------------------------------------
@@ -111,11 +120,13 @@ def make_whole(call: str, obj: object) -> tuple[object, bool]:
         AloneError: the other ranks are not where they can be asked.
         NotImplementedError: the rest of what the object holds cannot be known.
     """
+    known = of_session(KnownStates)
+    if not _may_hold_parts(obj, any(mesh.size("pp") > 1 for _, _, mesh in known.iterate_models())):
+        return obj, False
     parts = _Parts()
     parts.replace(obj)
     if not parts.answers:
         return obj, False
-    known = of_session(KnownStates)
     try:
         assert_all_ranks(call, _ADVICE, is_served=True)
         alone = False
@@ -137,6 +148,22 @@ def make_whole(call: str, obj: object) -> tuple[object, bool]:
     made: list[object] = []
     send_from_one(lambda: made.append(parts.replace(obj)))  # what it raises, all raise
     return made[0], not alone
+
+
+def _may_hold_parts(obj: object, of_stages: bool, depth: int = _DEPTH) -> bool:
+    """Return False for most of what is saved: pickle saves each tensor by itself, in each message between ranks.
+
+    Args:
+        of_stages: there is a pipeline, whose parts are plain tensors.
+    """
+    if isinstance(obj, torch.Tensor):
+        return of_stages or isinstance(obj, DTensor)
+    if isinstance(obj, dict):
+        is_optimizer = "param_groups" in obj and "state" in obj
+        return is_optimizer or any(_may_hold_parts(value, of_stages, depth - 1) for value in obj.values() if depth)
+    if isinstance(obj, list | tuple) and len(obj) < _LONG and depth:
+        return any(_may_hold_parts(value, of_stages, depth - 1) for value in obj)
+    return False
 
 
 def _answer_questions(known: KnownStates) -> None:
