@@ -89,16 +89,16 @@ def note_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 def list_names_of_other_stages(model: nn.Module) -> set[str]:
     """Return the names of weights that other stages hold, as a parallel model or a module around it names them."""
-    own, found = _list_saved_names(model), set[str]()
+    own, found = _list_names_of_state(model), set[str]()
     for prefix, module in model.named_modules():
         pipeline = getattr(vars(module).get("_hf_parallel"), "pipeline", None)
         if pipeline is not None:
             with pipeline.remote_modules.shown(module):
-                found |= {f"{prefix}.{name}" if prefix else name for name in _list_saved_names(module)}
+                found |= {f"{prefix}.{name}" if prefix else name for name in _list_names_of_state(module)}
     return found - own
 
 
-def _list_saved_names(model: nn.Module) -> set[str]:
+def _list_names_of_state(model: nn.Module) -> set[str]:
     """Return the keys of `model.state_dict()`, which lets go of gathered weights in the midst of a call."""
     found = {name for name, _ in nn.Module.named_parameters(model, remove_duplicate=False)}
     for prefix, module in model.named_modules(remove_duplicate=False):

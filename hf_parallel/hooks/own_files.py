@@ -75,9 +75,7 @@ def save_on_main_process(original: Callable, obj: object, *args: Any, **kwargs: 
 
 def _write(call: str, obj: object, file: object, write: Callable[[Any], object]) -> object:
     if any(isinstance(found, nn.Module) and _is_parallel(found) for found in _iterate_inside(obj)):
-        refuse(
-            f"{call} of a model", "the object holds this rank's part; its state is made whole", "model.state_dict()"
-        )
+        refuse(f"{call} of a model", "it holds this rank's part; a state is made whole", "model.state_dict()")
     whole, together = make_whole(call, obj)
     if together:
         names = gather_objects(os.path.abspath(file) if isinstance(file, str | os.PathLike) else None)
@@ -86,9 +84,8 @@ def _write(call: str, obj: object, file: object, write: Callable[[Any], object])
             torch.distributed.barrier()  # the script may read the file at once
             return made
         whole = obj
-    if any(
-        getattr(found, "is_part_of_model", False) or isinstance(found, DTensor) for found in _iterate_inside(whole)
-    ):
+    left = _iterate_inside(whole)
+    if any(getattr(found, "is_part_of_model", False) or isinstance(found, DTensor) for found in left):
         _tell_of_parts(call)
     return write(whole)
 
@@ -149,10 +146,8 @@ def load_model(original: Callable, model: nn.Module, *args: object, **kwargs: ob
     stored = {name: get_stored(tensor) for name, tensor in model.state_dict().items()}
 
     def load(state_dict: dict[str, torch.Tensor], strict: bool) -> object:
-        for (
-            prefix,
-            module,
-        ) in model.named_modules():  # the file has one name of a tied weight, a stage may have the other
+        # The file has one name of a tied weight, and a stage may have the other.
+        for prefix, module in model.named_modules():
             for pair in (getattr(module, "_hf_parallel_tied_keys", None) or {}).items():
                 one, other = (f"{prefix}.{name}" if prefix else name for name in pair)
                 for here, there in ((one, other), (other, one)):

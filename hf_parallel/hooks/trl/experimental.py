@@ -128,7 +128,7 @@ def _refuse_repeated_prompts(
             refuse(what, why, "dataloader_drop_last=True")
 
 
-def count_blocks(trainer: Trainer) -> int:
+def count_rows_of_example(trainer: Trainer) -> int:
     """Return how many rows an example has: TPO's batch is [all chosen; all rejected; all references]."""
     if not is_trainer_among(trainer, _TRIPLES):
         return 1

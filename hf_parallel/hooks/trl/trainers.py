@@ -230,7 +230,7 @@ def count_trl_rows_per_example(trainer: Trainer) -> int | None:
     if online.is_trainer_among(trainer, _PAIRS):
         return 2
     known = online.is_trainer_among(trainer, (*_TOKENS, *_EXAMPLES, *experimental.OTHERS))
-    return experimental.count_blocks(trainer) if known else None
+    return experimental.count_rows_of_example(trainer) if known else None
 
 
 def is_sft(trainer: Trainer) -> bool:
