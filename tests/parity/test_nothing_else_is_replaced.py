@@ -13,7 +13,7 @@ from tests import patch_list, training
 from tests.distributed import run
 from tests.training import Script, axes
 
-LIBRARIES = {"torch", "transformers", "accelerate", "huggingface_hub", "peft", "trl"}
+LIBRARIES = {"torch", "transformers", "accelerate", "huggingface_hub", "safetensors", "peft", "trl"}
 HERE = "hf_parallel"
 
 
