@@ -33,7 +33,7 @@ from tests import distributed
 #: Seconds of a core per case of each test, as `pytest --record-seconds` measures them.
 SECONDS = Path(__file__).parent / "results" / "seconds.json"
 #: What the cases of one test may take in a plain run, beyond its first and what shows the axes of its file.
-PER_TEST = 0.7
+PER_TEST = 0.6
 #: A plain run takes every case of these: each is a command of a page.
 EVERY_CASE = {"tests/processes/test_docs.py::test_command"}
 #: What all cases of a plain run may take together: 23 minutes of two workers on the machine of the measurements.
