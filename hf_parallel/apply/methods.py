@@ -9,7 +9,7 @@ import os
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -348,7 +348,7 @@ def _save_and_load_whole(model: nn.Module, parts: Mapping[str, PreTrainedModel],
         if callable(method):
             bind(model, name, functools.partial(_save, parts, mesh, method))
     if parts or type(model).load_state_dict is nn.Module.load_state_dict:
-        bind(model, "load_state_dict", _load_state_dict)
+        bind(model, "load_state_dict", load_own_parts)
 
 
 def _save(
@@ -432,12 +432,22 @@ def _build_plain_part(part: PreTrainedModel, tensors: dict[str, torch.Tensor]) -
     return model.eval()
 
 
-def _load_state_dict(
-    model: nn.Module, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False
+def load_own_parts(
+    model: nn.Module,
+    state_dict: Mapping[str, torch.Tensor],
+    strict: bool = True,
+    assign: bool = False,
+    others: Collection[str] = (),
 ) -> _IncompatibleKeys:
-    """Take this rank's part of whole values; values of another parallel model are in parts already."""
+    """Take this rank's part of whole values; values of another parallel model are in parts already.
+
+    Values stay in the memory that ranks share, so `assign` copies, too.
+
+    Args:
+        others: names of weights that other stages hold.
+    """
     own = model.state_dict()
-    missing, unexpected = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
+    missing, unexpected = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys() - {*others})
     if strict and (missing or unexpected):
         raise RuntimeError(f"{type(model).__name__}.load_state_dict: missing {missing}, unexpected {unexpected}")
     for name in (name for name in own if name in state_dict):

@@ -76,9 +76,8 @@ def gather_whole_state(model: nn.Module, mesh: ParallelMesh) -> dict[str, torch.
     """Return what `full_state_dict` returns; all ranks are known to call it."""
     whole = gather_state(model, mesh)
     own = {get_stored(parameter).data_ptr() for parameter in (*model.parameters(), *model.buffers())}
-    copies = {
-        id(tensor): tensor.clone() for tensor in whole.values() if tensor.data_ptr() in own
-    }  # one for tied names
+    # One copy for all names of a tied weight.
+    copies = {id(tensor): tensor.clone() for tensor in whole.values() if tensor.data_ptr() in own}
     return {name: copies.get(id(tensor), tensor) for name, tensor in whole.items()}
 
 

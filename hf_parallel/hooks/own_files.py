@@ -19,13 +19,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_parallel.apply.methods import load_own_parts
 from hf_parallel.apply.own_files import KnownStates, list_names_of_other_stages, make_whole
 from hf_parallel.apply.weights import full_tensor
 from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import refuse
 from hf_parallel.checkpoint import set_plain_state
 from hf_parallel.checkpoint.slices import list_axes_and_dims
-from hf_parallel.checkpoint.weights import copy_part
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.report import say
@@ -34,7 +34,6 @@ from hf_parallel.ranks.mesh import get_stored
 from hf_parallel.ranks.messages import gather_objects
 
 if TYPE_CHECKING:
-    from torch.nn.modules.module import _IncompatibleKeys
     from torch.optim import Optimizer
 
 
@@ -111,7 +110,7 @@ def _iterate_inside(obj: object, depth: int = 6) -> Iterator[object]:
 
 @patch("torch.nn.modules.module:Module.load_state_dict", "copies neither parts into whole weights nor the reverse")
 def load_state_dict(
-    original: Callable, self: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
+    original: Callable, self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
 ) -> object:
     """Load whole weights into a parallel model, and a parallel model's into one that is made in code.
 
@@ -121,17 +120,17 @@ def load_state_dict(
         others, own = list_names_of_other_stages(self), self.state_dict()
         is_whole = any(_is_whole_of(state_dict[name], value) for name, value in own.items() if name in state_dict)
         if is_whole or others & {*state_dict}:
-            return _load_own_parts(self, state_dict, others, *args, **kwargs)
-        return original(self, state_dict, *args, **kwargs)
+            return load_own_parts(self, state_dict, strict, assign, others)
+        return original(self, state_dict, strict, assign)
     parts = {name: value for name, value in state_dict.items() if isinstance(value, DTensor)}
     if getattr(state_dict, "is_part_of_model", False):
         what = f"{type(self).__name__}.load_state_dict of a model under pp_size={runtime.mesh().size('pp')}"
         refuse(what, "its state has the weights of one stage", do="copy.deepcopy(model) or pp_size=1 works")
     if not parts:
-        return original(self, state_dict, *args, **kwargs)
+        return original(self, state_dict, strict, assign)
     whole: Any = copy.copy(state_dict)  # with what torch notes on it
     whole.update((name, full_tensor(value)) for name, value in parts.items())
-    return original(self, whole, *args, **kwargs)
+    return original(self, whole, strict, assign)
 
 
 @patch(
@@ -193,19 +192,3 @@ def _holds_whole_states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> 
         for p, slots in pairs
         for value in slots.values()
     )
-
-
-def _load_own_parts(
-    model: nn.Module, state_dict: Mapping[str, Any], others: set[str], strict: bool = True, assign: bool = False
-) -> _IncompatibleKeys:
-    """Take this rank's part of whole values. Values stay in the memory that ranks share, so `assign` copies, too."""
-    from torch.nn.modules.module import _IncompatibleKeys
-
-    own = model.state_dict()
-    missing = [name for name in own if name not in state_dict]
-    unexpected = [name for name in state_dict if name not in own and name not in others]
-    if strict and (missing or unexpected):
-        raise RuntimeError(f"{type(model).__name__}.load_state_dict: missing {missing}, unexpected {unexpected}")
-    for name in (name for name in own if name in state_dict):
-        copy_part(model, name, own[name], state_dict[name])
-    return _IncompatibleKeys(missing, unexpected)
