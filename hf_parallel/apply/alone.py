@@ -23,9 +23,10 @@ from torch.utils._pytree import tree_map_only
 from hf_parallel.ask.session import of_process
 from hf_parallel.checkpoint.slices import count_changes_from_first_call, is_changed_alike, refuse_changes_of_rank_0
 from hf_parallel.model.calls import has_cache
-from hf_parallel.ranks.desync import Answering, ask_other_ranks, is_rank_0_alone
+from hf_parallel.ranks.desync import Answering, ask_other_ranks, come_to_call, is_rank_0_alone
 from hf_parallel.ranks.local import get_autocast_dtype
-from hf_parallel.ranks.messages import send_from_one, take_requests
+from hf_parallel.ranks.messages import send_from_one
+from hf_parallel.ranks.requests import take_requests
 
 _ADVICE = "do what is under `if is_main_process` on all ranks, or put a barrier after it"
 
@@ -77,7 +78,12 @@ def generate_with_others(
 def _share_forward_pass(
     number: int, device: torch.device, end: int, model: nn.Module, args: tuple, kwargs: dict
 ) -> None:
-    if torch.is_grad_enabled() or not is_rank_0_alone("a model call without gradients"):
+    if torch.compiler.is_compiling():
+        return
+    if torch.is_grad_enabled():
+        come_to_call()
+        return
+    if not is_rank_0_alone("a model call without gradients"):
         return
     if has_cache(kwargs):
         raise NotImplementedError(

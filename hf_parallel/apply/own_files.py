@@ -26,7 +26,8 @@ from hf_parallel.checkpoint.hub_format import list_saved_parameters
 from hf_parallel.checkpoint.slices import is_changed_alike, refuse_changes_of_rank_0
 from hf_parallel.ranks import AloneError, ask_other_ranks, assert_all_ranks
 from hf_parallel.ranks.mesh import ParallelMesh, get_stored
-from hf_parallel.ranks.messages import send_from_one, take_requests
+from hf_parallel.ranks.messages import send_from_one
+from hf_parallel.ranks.requests import take_requests
 
 _ADVICE = "put a barrier after it, or call it on all ranks (docs/idioms.md)"
 #: How deep lists and dicts are searched; longer lists than this hold data.

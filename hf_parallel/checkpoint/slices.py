@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from hf_parallel.model.anatomy import StoredOrder
 from hf_parallel.ranks import AloneError, ask_other_ranks, assert_all_ranks
 from hf_parallel.ranks.mesh import get_stored
-from hf_parallel.ranks.messages import gather_objects, take_requests
+from hf_parallel.ranks.messages import gather_objects
+from hf_parallel.ranks.requests import take_requests
 
 
 class Readable(Protocol):

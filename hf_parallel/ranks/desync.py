@@ -36,7 +36,7 @@ import torch.distributed as dist
 from hf_parallel.ask.session import of_process
 from hf_parallel.ranks import messages, observed
 from hf_parallel.ranks.groups import time_out
-from hf_parallel.ranks.messages import Requests
+from hf_parallel.ranks.requests import Requests
 
 #: Seconds that ranks may come apart before anybody is asked, and before a line says who is waited for.
 PATIENCE_S, SPEAK_S = 3.0, 15.0
@@ -152,7 +152,8 @@ class DesyncDetector:
         self.store = store
         self.rank, self.world_size = rank, world_size
         self.number, self.left = 0, False
-        self.requests = Requests(store, rank, self._sign_in_room)
+        self.requests = Requests(store, rank, self._sign_in_room, self._does_rank_0_wait)
+        self.is_meeting = False
         self.keeps_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self.process, self.watched = os.getpid(), threading.get_ident()
         self.closed = threading.Event()
@@ -188,7 +189,7 @@ class DesyncDetector:
         if not self.left:
             self.left = True
             self.store.set(f"still/{self.rank}", _LEFT)
-            self.store.set(f"answer/{self.rank}", json.dumps([[self.number + self.requests.count, 0], _LEFT]))
+            self.store.set(f"answer/{self.rank}", json.dumps([[self.number + self.requests.count, 0], _LEFT, False]))
             self.store.add("left", 1)
 
     # ---- a rank that is here ---------------------------------------------------------------------------------------
@@ -235,14 +236,18 @@ class DesyncDetector:
         if not meeting.signs_later:
             meeting.sign()
         start, pause = time.monotonic(), 0.0005
-        while not self._is_over(meeting, may_be_alone):
-            if self.requests.serve():
-                start = time.monotonic()
-            if time.monotonic() - start > PATIENCE_S:
-                self._wait_for_missing(meeting, may_be_alone)
-                break
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
+        self.is_meeting = True
+        try:
+            while not self._is_over(meeting, may_be_alone):
+                if self.requests.serve():
+                    start = time.monotonic()
+                if time.monotonic() - start > PATIENCE_S:
+                    self._wait_for_missing(meeting, may_be_alone)
+                    break
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+        finally:
+            self.is_meeting = False
         meeting.room.delete_key(str(self.rank))
         return meeting.is_last
 
@@ -291,8 +296,13 @@ class DesyncDetector:
         self.store.set(f"asked/{rank}", json.dumps(question))
         if not self.store.check([f"answer/{rank}"]):
             return None
-        answered, found = json.loads(self.store.get(f"answer/{rank}"))
+        answered, found, _ = json.loads(self.store.get(f"answer/{rank}"))
         return found if answered >= question or found == _LEFT else None
+
+    def _does_rank_0_wait(self, question: int) -> bool:
+        """Return whether rank 0 stands in a collective, or has ended; not while it meets others to ask them."""
+        found = self._ask(0, [self.number + self.requests.count, question])
+        return found is not None and not json.loads(self.store.get("answer/0"))[2]
 
     # ---- a rank that is not ----------------------------------------------------------------------------------------
 
@@ -304,7 +314,7 @@ class DesyncDetector:
                 if self.store.check([f"asked/{self.rank}"]):
                     question = json.loads(self.store.get(f"asked/{self.rank}"))
                     self.store.delete_key(f"asked/{self.rank}")
-                    answer = json.dumps([question, self._find_stuck_place()])
+                    answer = json.dumps([question, self._find_stuck_place(), self.is_meeting])
                     self.store.set(f"answer/{self.rank}", answer)
                 self._look_for_deadlock()
                 self._look_for_idle_ranks()
@@ -550,9 +560,10 @@ def ask_other_ranks(call: str, number: int, advice: str) -> None:
 
 
 def note_question(asker: FrameType) -> None:
-    """Note that a script has asked who is the main process; libraries ask without end."""
-    if not asker.f_code.co_filename.startswith(LIBRARIES):
-        of_process(Answering).rank_0_may_be_alone = True
+    """Note that a script has asked who is the main process; libraries ask without end, and losses of a stage alone."""
+    answering = of_process(Answering)
+    if answering.runs_for_rank_0 is None and not asker.f_code.co_filename.startswith(LIBRARIES):
+        answering.rank_0_may_be_alone = True
 
 
 @contextlib.contextmanager
@@ -613,6 +624,24 @@ def wait_for_rank_0() -> None:
         limit = time_out()
         place = f"is at {_find_script_line(sys._getframe(1))}"
         detector.requests.wait_for_rank_0(place, math.inf if limit is None else limit.total_seconds())
+
+
+def come_to_call() -> None:
+    """Before a call of all ranks, such as a training step, let rank 0 finish what it does alone.
+
+    Ranks do so after the script has asked who is the main process, once for each time; rank 0 waits for nobody.
+    """
+    answering = of_process(Answering)
+    detector = answering.detector
+    if detector is None or answering.runs_for_rank_0 is not None or answering.is_in_shared_call:
+        return
+    requests = detector.requests
+    if answering.rank_0_may_be_alone and requests.follows and threading.get_ident() == detector.watched:
+        answering.rank_0_may_be_alone = False
+        limit, caller = time_out(), sys._getframe(1)
+        limit_s = math.inf if limit is None else limit.total_seconds()
+        requests.come_to_call(lambda: f"is at {_find_script_line(caller)}", PATIENCE_S, limit_s)
+    requests.calls += 1
 
 
 @contextlib.contextmanager
