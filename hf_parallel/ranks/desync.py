@@ -562,8 +562,11 @@ def ask_other_ranks(call: str, number: int, advice: str) -> None:
 def note_question(asker: FrameType) -> None:
     """Note that a script has asked who is the main process; libraries ask without end, and losses of a stage alone."""
     answering = of_process(Answering)
-    if answering.runs_for_rank_0 is None and not asker.f_code.co_filename.startswith(LIBRARIES):
-        answering.rank_0_may_be_alone = True
+    if answering.rank_0_may_be_alone or answering.runs_for_rank_0 is not None:
+        return
+    while asker.f_code.co_filename.startswith(_OWN) and asker.f_back is not None:
+        asker = asker.f_back
+    answering.rank_0_may_be_alone = not asker.f_code.co_filename.startswith(LIBRARIES)
 
 
 @contextlib.contextmanager

@@ -67,6 +67,62 @@ def test_main_process_alone(runs, tmp_path, spec):
         none(weight_differences(str(tmp_path / "several" / str(step)), str(tmp_path / "one" / str(step)), 1e-6))
 
 
+def is_main(accelerator, question: str) -> bool:
+    """Ask what scripts ask before they do something on rank 0 alone."""
+    found = getattr(accelerator, question)
+    return found if isinstance(found, bool) else found == 0
+
+
+def loop_without_barriers(spec: str | None, folder: str, out: str, question: str) -> dict:
+    """Rank 0 does things alone after steps, before a gather and before a loader starts; no barrier follows."""
+    accelerator, model, optimizer = prepare_loop(spec, folder)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(11), batch_size=3, shuffle=True))
+    seen: dict = {"steps": [], "alone": [], "losses": []}
+    batches = rows(3, 3, 32).to(accelerator.device)
+
+    def do_alone(name: str) -> None:
+        if is_main(accelerator, question):
+            seen["alone"].append(show_and_save(accelerator, model, batches[0], f"{out}/{name}", draws=False))
+
+    for epoch in range(2):
+        for step, _ in zip(range(2), loader, strict=False):
+            batch = batches[epoch + step]
+            loss = model(input_ids=batch, labels=batch).loss
+            seen["steps"].append(take_step(accelerator, model, optimizer, loss))
+            do_alone(f"{epoch}-{step}")
+        seen["losses"].append(accelerator.gather(loss.detach().reshape(1)).mean().item())
+        do_alone(f"{epoch}")
+    accelerator.end_training()
+    return seen
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_main_process_alone_without_a_barrier(runs, tmp_path, spec):
+    check_alone_without_a_barrier(runs, tmp_path, spec, "is_main_process")
+
+
+@pytest.mark.parametrize("question", ["is_local_main_process", "process_index", "local_process_index"])
+def test_the_first_process_alone_without_a_barrier(runs, tmp_path, question):
+    """Ranks of one model have the same number, and come to the call together."""
+    check_alone_without_a_barrier(runs, tmp_path, "dp_shard=2", question)
+
+
+def check_alone_without_a_barrier(runs, tmp_path, spec: str, question: str) -> None:
+    """Compare losses, norms and what rank 0 sees and saves with one process."""
+    folder = runs.initial("llama")
+    wanted = run_alone(loop_without_barriers, None, folder, str(tmp_path / "one"), question)
+    size = 4 if spec.count("=2") > 1 and "zero" not in spec else 2
+    first, *others = run(loop_without_barriers, size, spec, folder, str(tmp_path / "several"), question)
+    torch.testing.assert_close(first["steps"], wanted["steps"], **SAME)
+    torch.testing.assert_close(first["losses"], wanted["losses"], **SAME)
+    for found, expected in zip(first["alone"], wanted["alone"], strict=True):
+        torch.testing.assert_close(found[:2], expected[:2], **SAME)
+        assert found[2:] == expected[2:]
+    assert not any(other["alone"] for other in others)
+    for name in ("0-0", "0-1", "0", "1-0", "1-1", "1"):
+        none(weight_differences(str(tmp_path / "several" / name), str(tmp_path / "one" / name), 1e-6))
+
+
 def ask_on_one_rank(folder: str, asks: int) -> list:
     """One rank asks who is the main process; then all call the model."""
     from hf_parallel.ranks import desync

@@ -332,6 +332,9 @@ def process_index(original: object) -> property:
     )
 
 
+_ALONE = "rank 0 may go on alone from here"
+
+
 @replace("accelerate.state:PartialState.is_main_process", "is one of all, not one of each data rank 0")
 def is_main(original: object) -> property:
     """Rank 0 of all."""
@@ -346,7 +349,7 @@ def is_main(original: object) -> property:
 @replace(
     "accelerate.{state:PartialState.is_local_main_process,accelerator:Accelerator.is_local_main_process,"
     "accelerator:Accelerator.is_main_process}",
-    "rank 0 may go on alone from here",
+    _ALONE,
 )
 def is_main_by_script(original: property) -> property:
     """Note that the script has asked: the model's next call without gradients may be rank 0's alone."""
@@ -354,6 +357,18 @@ def is_main_by_script(original: property) -> property:
     def read(owner: object) -> bool:
         desync.note_question(sys._getframe(1))
         return desync.is_main_process(original.__get__(owner))
+
+    return property(read)
+
+
+@replace("accelerate.accelerator:Accelerator.{process_index,local_process_index}", _ALONE)
+@replace("transformers.training_args:TrainingArguments.{process_index,local_process_index}", _ALONE)
+def index_by_script(original: property) -> property:
+    """Note that the script has asked which process this is, as before `== 0`."""
+
+    def read(owner: object) -> int:
+        desync.note_question(sys._getframe(1))
+        return original.__get__(owner)
 
     return property(read)
 
@@ -391,6 +406,7 @@ def one_of_all(original: property) -> property:
     setting = original.fget.__name__.removeprefix("should_") + "_on_each_node"
 
     def read(args: TrainingArguments) -> bool:
+        desync.note_question(sys._getframe(1))
         return desync.is_main_process((args.local_process_index if getattr(args, setting) else dist.get_rank()) == 0)
 
     return property(read)
@@ -399,7 +415,15 @@ def one_of_all(original: property) -> property:
 @patch("transformers.trainer:Trainer.is_world_process_zero", "goes by data rank")
 def is_world_process_zero(original: Callable, self: Trainer) -> bool:
     """Rank 0 of all."""
+    desync.note_question(sys._getframe(1))
     return desync.is_main_process(dist.get_rank() == 0)
+
+
+@patch("transformers.trainer:Trainer.is_local_process_zero", _ALONE)
+def is_local_process_zero(original: Callable, self: Trainer) -> bool:
+    """Rank 0 of each node; note that the script has asked."""
+    desync.note_question(sys._getframe(1))
+    return original(self)
 
 
 @patch("transformers.training_args:TrainingArguments.main_process_first", "one data rank may be several")
