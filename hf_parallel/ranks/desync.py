@@ -505,12 +505,14 @@ class Answering:
         explained_by: says more of a deadlock than the detector does; given what is known, has it told?
         rank_0_may_be_alone: the script has asked who is the main process since all ranks last called a model.
         is_in_shared_call: rank 0 calls a model now, and the others, who wait for it, do so, too.
+        on_question: what another rank does when the script begins to ask.
         runs_for_rank_0: while a pipeline's last stage runs a part of the script for all its stages: is rank 0 the
             first of them?
     """
 
     detector: DesyncDetector | None = None
     explained_by: Callable[[str], bool] | None = None
+    on_question: Callable[[], None] | None = None
     rank_0_may_be_alone = is_in_shared_call = False
     runs_for_rank_0: bool | None = None
 
@@ -567,6 +569,8 @@ def note_question(asker: FrameType) -> None:
     while asker.f_code.co_filename.startswith(_OWN) and asker.f_back is not None:
         asker = asker.f_back
     answering.rank_0_may_be_alone = not asker.f_code.co_filename.startswith(LIBRARIES)
+    if answering.rank_0_may_be_alone and answering.on_question is not None and dist.get_rank() > 0:
+        answering.on_question()
 
 
 @contextlib.contextmanager

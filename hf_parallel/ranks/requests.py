@@ -85,14 +85,17 @@ class Requests:
         room = self._next_room()
         find, do = on_request[number]
         if (found := find()) is not None:  # else rank 0 is told that this rank has ended
-            waits_at, self.waits_at = self.waits_at, ""
+            (waits_at, key), self.waits_at = (
+                (self.waits_at, self._counted_in),
+                "",
+            )  # it may wait at a barrier of its own
             if waits_at:
-                self.store.add(self._counted_in, -1)
+                self.store.add(key, -1)
             self.sign_in(room, call, None)
             do(found)
-            self.waits_at = waits_at
+            self.waits_at, self._counted_in = waits_at, key
             if waits_at:
-                self.store.add(self._counted_in, 1)
+                self.store.add(key, 1)
         return True
 
     def wait_for_rank_0(self, place: str, limit_s: float) -> None:

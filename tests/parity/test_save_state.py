@@ -98,17 +98,26 @@ def test_from_layout_to_layout(runs, saved, source, spec):
 
 
 EPOCHS, ROWS = 3, 22  # three steps in an epoch, the last one ragged
-END, MIDDLE, LAST = 3, 5, 6  # saved after an epoch and the look, in the middle of one, and right after its last step
+#: Saved after an epoch and the look, in the middle of one, and right after its last step.
+END, MIDDLE, LAST = 3, 5, 6
+HALF = 4  # between two batches of one step
 
 
-def in_any_order(spec: str, folder: str, project: str, seedable: bool, start: int = 0) -> dict[int, float]:
-    """Epochs of shuffled rows under dropout, each followed by a look at held-out rows; saved twice on the way."""
+def in_any_order(
+    spec: str, folder: str, project: str, seedable: bool, start: int = 0, draws: bool = False, alone: bool = False
+) -> dict[int, float]:
+    """Epochs of shuffled rows under dropout, each followed by a look at held-out rows; saved twice on the way.
+
+    Args:
+        draws: the loop hides targets at random, and a step has two batches.
+        alone: rank 0 saves, and the others have drawn for their next batch when they hear of it.
+    """
     from hf_parallel.hooks import activation
 
     activation.activate(spec, source="test")
     settings = DataLoaderConfiguration(use_seedable_sampler=seedable)
     torch.manual_seed(start)  # what a resumed process draws before it has loaded is its own affair
-    accelerator = Accelerator(cpu=True, dataloader_config=settings)
+    accelerator = Accelerator(cpu=True, dataloader_config=settings, gradient_accumulation_steps=1 + draws)
     model = AutoModelForCausalLM.from_pretrained(folder, attention_dropout=0.1).train()
     batch_size = GLOBAL_BATCH // axes(spec)["data_ranks"]
     loader = DataLoader(Rows(ROWS, seed=11, even=True), batch_size=batch_size, shuffle=True)
@@ -121,16 +130,21 @@ def in_any_order(spec: str, folder: str, project: str, seedable: bool, start: in
     for epoch in range(start // len(loader) - (start == LAST), EPOCHS):
         done = step - epoch * len(loader)
         for batch in accelerator.skip_first_batches(loader, done) if done else loader:
-            loss = model(**batch).loss
-            take_step(accelerator, model, optimizer, loss, math.inf)
+            if draws:
+                labels = batch["labels"]
+                batch["labels"] = labels.masked_fill(torch.rand(labels.shape) < 0.3, -100)
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                take_step(accelerator, model, optimizer, loss, math.inf)
             losses[step := step + 1] = accelerator.gather(loss.detach()).mean().item()
-            if step in (MIDDLE, LAST) and not start:
+            if (not alone or accelerator.is_main_process) and step in (HALF, MIDDLE, LAST) and not start:
                 accelerator.save_state(f"{project}/{step}")
         for batch in held_out:
             with torch.no_grad():
                 model(**batch)
-        if step == END and not start:
+        if (not alone or accelerator.is_main_process) and step == END and not start:
             accelerator.save_state(f"{project}/{step}")
+    accelerator.end_training()
     return losses
 
 
@@ -146,6 +160,19 @@ def test_the_order_of_rows(runs, tmp_path, spec, seedable, starts):
     for start in starts:
         found = run(in_any_order, 2, *arguments, start, init=False)
         assert found == [{step: loss for step, loss in expected.items() if step > start}] * 2
+
+
+@pytest.mark.parametrize("spec", ["tp=2", "dp_shard=2", "pp=2"])
+def test_rank_0_alone_saves(runs, tmp_path, spec):
+    """Random numbers and counts of the other ranks are those of the moment of the save, bit for bit."""
+    found = {}
+    for alone in (False, True):
+        arguments = spec, runs.initial("llama"), str(tmp_path / str(alone)), False
+        found[alone] = [
+            run(in_any_order, 2, *arguments, start, True, alone, init=False) for start in (0, END, HALF, MIDDLE)
+        ]
+    assert found[True] == found[False]
+    assert found[True][1][1] == {step: loss for step, loss in found[True][0][1].items() if step > END}
 
 
 def damaged(spec: str, folder: str, project: str) -> str:

@@ -41,6 +41,7 @@ from hf_parallel.hooks.trainer.rows import without_targets
 from hf_parallel.model.anatomy import list_transformer_blocks
 from hf_parallel.model.calls import bind_by_name
 from hf_parallel.model.families import MASKED_MEANS
+from hf_parallel.ranks import desync
 from hf_parallel.ranks.local import WholeWhenRead, get_local, whole_when_read
 
 if TYPE_CHECKING:
@@ -457,6 +458,7 @@ def clip_grad_norm_(
     norm_type: float = 2,
 ) -> torch.Tensor:
     """Clip gradients by their norm over all stages and shards of the model; return the norm."""
+    desync.come_to_call()
     parameters = parameters if isinstance(parameters, torch.Tensor) else list(parameters)
     states = [state for state in map(runtime.find_parallel_state, self._models) if state is not None]
     if not states:

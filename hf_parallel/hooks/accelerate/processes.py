@@ -44,11 +44,13 @@ if TYPE_CHECKING:
 # those of ranks that have not.
 
 
-def _read_global_state() -> tuple:
+def read_global_state() -> tuple:
+    """Return the states of this process's generators of torch on the host, numpy and Python."""
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
-def _set_global_state(state: tuple) -> None:
+def set_global_state(state: tuple) -> None:
+    """Set the states of these generators."""
     torch.set_rng_state(state[0])
     np.random.set_state(state[1])
     random.setstate(state[2])
@@ -61,14 +63,14 @@ class RandomStream:
     latest: ClassVar[RandomStream | None] = None
 
     state: tuple
-    left: tuple | None = field(default_factory=_read_global_state)  # None: this rank has drawn something else since
+    left: tuple | None = field(default_factory=read_global_state)  # None: this rank has drawn something else since
     is_aside: bool = False  # an epoch is started once more, from another state
 
     @classmethod
     def here(cls) -> RandomStream:
         """Return the latest one as it goes on here. Collective."""
         if cls.latest is None:
-            cls.latest = cls(messages.send_from_one(_read_global_state))
+            cls.latest = cls(messages.send_from_one(read_global_state))
         else:
             cls.latest.rejoin()
         return cls.latest
@@ -78,26 +80,26 @@ class RandomStream:
 
         Of several ranks that have, the first counts: a pipeline's last stage draws what its loss draws.
         """
-        known = self.left is not None and _is_equal_state(self.left, _read_global_state())
+        known = self.left is not None and _is_equal_state(self.left, read_global_state())
         drawn = [not one for one in messages.gather_objects(known or runtime.mesh().data_rank > 0)]
         if any(drawn):
-            self.state = messages.send_from_one(_read_global_state, source=drawn.index(True))
+            self.state = messages.send_from_one(read_global_state, source=drawn.index(True))
             if known:
-                _set_global_state(self.state)
-            self.left = _read_global_state()
+                set_global_state(self.state)
+            self.left = read_global_state()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Draw from this stream inside the block."""
-        outside = _read_global_state()
+        outside = read_global_state()
         together = not self.is_aside and _is_equal_state(outside, self.state)
-        _set_global_state(self.state)
+        set_global_state(self.state)
         try:
             yield
         finally:
-            self.state = _read_global_state()
+            self.state = read_global_state()
             if not together:
-                _set_global_state(outside)
+                set_global_state(outside)
             if not self.is_aside:
                 self.left = self.state if together else None
 
@@ -115,8 +117,8 @@ def continue_stream(state: tuple | None) -> None:
     """
     if RandomStream.latest is None:
         return
-    stream, own = RandomStream.latest, _read_global_state()
-    stream.state = messages.send_from_one(_read_global_state) if state is None else state
+    stream, own = RandomStream.latest, read_global_state()
+    stream.state = messages.send_from_one(read_global_state) if state is None else state
     stream.left = own if _is_equal_state(own, stream.state) else None
 
 
@@ -313,7 +315,7 @@ def load_alone(folder: str) -> None:
     first = next(iter(torch.load(path, weights_only=True)["loaders"]), None)
     state = first and (first["started"] or first["now"])["stream"]
     if state is not None:
-        _set_global_state(state)
+        set_global_state(state)
 
 
 @replace("accelerate.state:{PartialState,AcceleratorState}.num_processes", "counts all processes", adds=True)
@@ -417,6 +419,14 @@ def is_world_process_zero(original: Callable, self: Trainer) -> bool:
     """Rank 0 of all."""
     desync.note_question(sys._getframe(1))
     return desync.is_main_process(dist.get_rank() == 0)
+
+
+@patch("torch.distributed:get_rank", _ALONE)
+def rank_by_script(original: Callable, group: dist.ProcessGroup | None = None) -> int:
+    """Return the rank; note that the script has asked."""
+    if not torch.compiler.is_compiling():
+        desync.note_question(sys._getframe(1))
+    return original(group)
 
 
 @patch("transformers.trainer:Trainer.is_local_process_zero", _ALONE)

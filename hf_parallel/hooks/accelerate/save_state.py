@@ -10,20 +10,26 @@ from __future__ import annotations
 
 import os
 import re
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
+from hf_parallel.ask.session import of_process, of_session
+from hf_parallel.checkpoint.slices import is_changed_alike, refuse_changes_of_rank_0
 from hf_parallel.hooks import hangs, runtime
 from hf_parallel.hooks.accelerate import processes
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft.adapters import load_adapter_weights
 from hf_parallel.hooks.trainer.checkpoints import get_inner_optimizer, write_layout
 from hf_parallel.hooks.trainer.resuming import choose_rng_rank, find_all_damages, read_layout_of, refuse_damages
-from hf_parallel.ranks import assert_all_ranks, messages
+from hf_parallel.ranks import AloneError, ask_other_ranks, assert_all_ranks, desync, messages
+from hf_parallel.ranks.mesh import RandomState
+from hf_parallel.ranks.requests import take_requests
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -49,7 +55,12 @@ def save_state(
     for asked, spelled, works in refusals:
         if asked:
             raise NotImplementedError(f"hf_parallel: save_state with {spelled} is not part of this version; {works}")
-    assert_all_ranks("accelerator.save_state")
+    if _is_rank_0_alone(self):
+        messages.send_from_one(lambda: (output_dir, self.step))
+    return _save_together(self, output_dir)
+
+
+def _save_together(self: Accelerator, output_dir: str | None) -> str:
     mesh, naming = runtime.mesh(), self.project_configuration
     if naming.automatic_checkpoint_naming:
         final = os.path.join(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}")
@@ -68,6 +79,75 @@ def save_state(
             folders.remove(path)
     naming.iteration += 1
     return final
+
+
+# ---- a save of rank 0 alone, as under `if accelerator.is_main_process:` -------------------------------------------
+# The others make it where they next wait for rank 0, which may be after they have read the next batch.
+
+
+@dataclass(eq=False)
+class _Alone:
+    """What such a save needs.
+
+    Attributes:
+        requests: the number of each accelerator's request.
+        random_states: of this rank, when the script began to ask who is the main process.
+    """
+
+    requests: weakref.WeakKeyDictionary[Accelerator, int] = field(default_factory=weakref.WeakKeyDictionary)
+    random_states: tuple = ()
+
+    def keep_random_states(self) -> None:
+        self.random_states = processes.read_global_state(), runtime.mesh().read_random_state()
+
+
+@patch("accelerate.accelerator:Accelerator.prepare", "rank 0 alone cannot save the state of what is prepared")
+def let_rank_0_save(original: Callable, self: Accelerator, *args: object, **kwargs: object) -> object:
+    """Let rank 0 call `save_state` in a loop while the others wait for it."""
+    alone = of_session(_Alone)
+    if runtime.is_loop() and self not in alone.requests:
+        number = take_requests(self, _save_with_rank_0)
+        if number is not None:
+            alone.requests[self] = number
+            of_process(desync.Answering).on_question = alone.keep_random_states
+    return original(self, *args, **kwargs)
+
+
+def _is_rank_0_alone(accelerator: Accelerator) -> bool:
+    """Return True on rank 0 if the others have begun to save with it; return False where all come to this call."""
+    try:
+        assert_all_ranks("accelerator.save_state", is_served=True)
+    except AloneError as error:
+        number = of_session(_Alone).requests.get(accelerator)
+        if not error.is_served or number is None:
+            raise
+        advice = "call accelerator.save_state on all ranks, or put a barrier after it"
+        ask_other_ranks("accelerator.save_state", number, advice)
+        for model in accelerator._models:
+            refuse_changes_of_rank_0(model)
+        return True
+    return False
+
+
+def _save_with_rank_0(accelerator: Accelerator) -> None:
+    if not all(is_changed_alike(model) for model in accelerator._models):
+        return  # rank 0 refuses
+    now = accelerator.step, processes.read_global_state(), runtime.mesh().read_random_state()
+    output_dir, accelerator.step = cast("tuple[str | None, int]", messages.send_from_one(lambda: None))
+    _set_random_states(*(of_session(_Alone).random_states or now[1:]))
+    try:
+        _save_together(accelerator, output_dir)
+    finally:
+        accelerator.step = now[0]
+        _set_random_states(*now[1:])
+
+
+def _set_random_states(state: tuple, of_torch: RandomState) -> None:
+    processes.set_global_state(state)
+    runtime.mesh().set_random_state(of_torch)
+
+
+# ---- what a folder has ---------------------------------------------------------------------------------------------
 
 
 def _write_accelerator_state(accelerator: Accelerator, saving: folders.Checkpoint) -> None:
