@@ -47,10 +47,7 @@ def wait_for_all(original: Callable, *args: object, **kwargs: object) -> object:
     return original(*args, **kwargs)
 
 
-@patch("accelerate.data_loader:{DataLoaderShard,DataLoaderDispatcher}.__iter__", "waits where rank 0 cannot ask")
-@patch(
-    "accelerate.accelerator:Accelerator.{backward,gather,reduce,pad_across_processes}", "waits where rank 0 cannot ask"
-)
+@patch("accelerate.accelerator:Accelerator.{gather,reduce,pad_across_processes}", "waits where rank 0 cannot ask")
 def come_after_rank_0(original: Callable, *args: object, **kwargs: object) -> object:
     """Before what all ranks do together the others take part in what rank 0 does alone, until it comes, too."""
     desync.come_to_call()

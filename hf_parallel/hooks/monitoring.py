@@ -26,6 +26,7 @@ from hf_parallel.hooks.trainer import auto_shares
 from hf_parallel.monitor.meter import COMPUTE, DATA, PREFIX, round_to_significant
 from hf_parallel.monitor.noise import GradientNoise
 from hf_parallel.monitor.session import Reading, Record, Session
+from hf_parallel.ranks import desync
 from hf_parallel.ranks.shares import cut_examples
 from hf_parallel.ranks.steps import skip_inner_steps
 
@@ -392,6 +393,7 @@ def watch_loop_model(model: PreTrainedModel, folder: str) -> None:
 @patch("accelerate.data_loader:{DataLoaderShard,DataLoaderDispatcher}.__iter__", "does not say how long it waits")
 def batches(original: Callable, self: DataLoaderShard) -> Iterator:
     """Time a loop's reading; a step begins with the first batch after the last one's end."""
+    desync.come_to_call()
     now = of_session(_Now)
     iterator = loop_losses.note_last_batch(self, original(self))
     return hangs.mark_batches(iterator if now.watched is None else _time_iterator(now.watched, iterator))
@@ -418,6 +420,7 @@ def _time_iterator(by: Watched, iterator: Iterator) -> Iterator:
 @patch("accelerate.accelerator:Accelerator.backward", "does not say that a loop trains, nor weigh its loss")
 def backward(original: Callable, self: Accelerator, loss: torch.Tensor, **kwargs: object) -> None:
     """Train on what was read since the last step."""
+    desync.come_to_call()
     now = of_session(_Now)
     loss = loop_losses.weigh(loss, self.gradient_state)
     hangs.backward_begins(self)

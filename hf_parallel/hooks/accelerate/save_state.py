@@ -101,7 +101,7 @@ class _Alone:
         self.random_states = processes.read_global_state(), runtime.mesh().read_random_state()
 
 
-@patch("accelerate.accelerator:Accelerator.prepare", "rank 0 alone cannot save the state of what is prepared")
+@patch("accelerate.accelerator:Accelerator.prepare_optimizer", "rank 0 alone cannot save its state")
 def let_rank_0_save(original: Callable, self: Accelerator, *args: object, **kwargs: object) -> object:
     """Let rank 0 call `save_state` in a loop while the others wait for it."""
     alone = of_session(_Alone)
