@@ -299,9 +299,9 @@ class DesyncDetector:
         answered, found, _ = json.loads(self.store.get(f"answer/{rank}"))
         return found if answered >= question or found == _LEFT else None
 
-    def _does_rank_0_wait(self, question: int) -> bool:
+    def _does_rank_0_wait(self) -> bool:
         """Return whether rank 0 stands in a collective, or has ended; not while it meets others to ask them."""
-        found = self._ask(0, [self.number + self.requests.count, question])
+        found = self._ask(0, [self.number + self.requests.count, 0])
         return found is not None and not json.loads(self.store.get("answer/0"))[2]
 
     # ---- a rank that is not ----------------------------------------------------------------------------------------
@@ -566,8 +566,6 @@ def note_question(asker: FrameType) -> None:
     answering = of_process(Answering)
     if answering.rank_0_may_be_alone or answering.runs_for_rank_0 is not None:
         return
-    while asker.f_code.co_filename.startswith(_OWN) and asker.f_back is not None:
-        asker = asker.f_back
     answering.rank_0_may_be_alone = not asker.f_code.co_filename.startswith(LIBRARIES)
     if answering.rank_0_may_be_alone and answering.on_question is not None and dist.get_rank() > 0:
         answering.on_question()

@@ -50,8 +50,7 @@ class Requests:
 
     Args:
         sign_in: returns when all ranks have signed in a room of the store: given the room, what it is for, advice.
-        does_rank_0_wait: asked for the first or second time (0, 1), says whether rank 0 stands in a collective that
-            other ranks have to join.
+        does_rank_0_wait: asked again and again, says whether rank 0 stands in a collective that others have to join.
 
     Attributes:
         waits_at: where this rank waits for rank 0 and does what it asks.
@@ -62,7 +61,7 @@ class Requests:
     store: dist.Store
     rank: int
     sign_in: Callable[[dist.Store, str, str | None], object]
-    does_rank_0_wait: Callable[[int], bool]
+    does_rank_0_wait: Callable[[], bool]
     count: int = 0
     waits_at: str = ""
     meetings: int = 0
@@ -133,16 +132,16 @@ class Requests:
         if self._has_rank_0_come():
             return
 
-        questions, ask_at, following = 0, time.monotonic() + patience_s, self._following
+        ask_at, following = time.monotonic() + patience_s, self._following
 
         def is_over() -> bool:
-            nonlocal questions, ask_at
-            if not self._has_rank_0_come() and time.monotonic() > ask_at:
-                ask_at = time.monotonic() + patience_s
-                if self.store.add(following, 0) == dist.get_world_size() - 1:
-                    questions = questions + 1 if self.does_rank_0_wait(questions) else 0
-                self.follows = questions < 2
-            return not self.follows or self._has_rank_0_come()
+            nonlocal ask_at
+            if self._has_rank_0_come():
+                return True
+            if time.monotonic() > ask_at and self.store.add(following, 0) == dist.get_world_size() - 1:
+                ask_at = time.monotonic() + _PAUSE_S
+                self.follows = not self.does_rank_0_wait()
+            return not self.follows
 
         self._wait(find_place(), is_over, _BARRIER_S, limit_s, following)
 

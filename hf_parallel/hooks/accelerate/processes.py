@@ -335,6 +335,8 @@ def process_index(original: object) -> property:
 
 
 _ALONE = "rank 0 may go on alone from here"
+#: Frames from a function that is called in another's place to who has called that.
+_ASKER = 2
 
 
 @replace("accelerate.state:PartialState.is_main_process", "is one of all, not one of each data rank 0")
@@ -417,7 +419,7 @@ def one_of_all(original: property) -> property:
 @patch("transformers.trainer:Trainer.is_world_process_zero", "goes by data rank")
 def is_world_process_zero(original: Callable, self: Trainer) -> bool:
     """Rank 0 of all."""
-    desync.note_question(sys._getframe(1))
+    desync.note_question(sys._getframe(_ASKER))
     return desync.is_main_process(dist.get_rank() == 0)
 
 
@@ -425,14 +427,14 @@ def is_world_process_zero(original: Callable, self: Trainer) -> bool:
 def rank_by_script(original: Callable, group: dist.ProcessGroup | None = None) -> int:
     """Return the rank; note that the script has asked."""
     if not torch.compiler.is_compiling():
-        desync.note_question(sys._getframe(1))
+        desync.note_question(sys._getframe(_ASKER))
     return original(group)
 
 
 @patch("transformers.trainer:Trainer.is_local_process_zero", _ALONE)
 def is_local_process_zero(original: Callable, self: Trainer) -> bool:
     """Rank 0 of each node; note that the script has asked."""
-    desync.note_question(sys._getframe(1))
+    desync.note_question(sys._getframe(_ASKER))
     return original(self)
 
 
