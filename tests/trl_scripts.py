@@ -43,6 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "scores": {"classifier": True},
     "wide": {"hidden_size": 128, "intermediate_size": 256},
     "mixtral": {"kind": "mixtral_balanced"},
+    "level": {"initializer_range": 1e-3},  # its tokens are nearly as likely as each other
     "gpt2": {"kind": "gpt2"},  # counts padding for positions
 }
 LORA = "--use_peft --lora_r 4 --lora_dropout 0 --lora_target_modules all-linear --learning_rate 1.0"

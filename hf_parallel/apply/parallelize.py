@@ -48,7 +48,7 @@ from hf_parallel.axes.pipeline.engine import PipelineEngine
 from hf_parallel.axes.pipeline.stage_runner import Pipelines, pipelines_of
 from hf_parallel.axes.tensor.axis import TENSOR
 from hf_parallel.axes.tensor.tensor_parallel import retie
-from hf_parallel.model.anatomy import list_transformer_blocks
+from hf_parallel.model.anatomy import is_tie_broken, list_transformer_blocks
 from hf_parallel.plans.resolve import read_model, resolve
 from hf_parallel.ranks import OneBatch, messages, watch
 from hf_parallel.ranks.mesh import ParallelMesh, get_stored
@@ -89,6 +89,8 @@ def parallelize(
             return _parallelize_around(model, inside, mesh)
         if any(parameter.is_meta for parameter in model.parameters()):
             retie(model)  # a model that is still being loaded ties its weights by name only
+        else:
+            _forget_broken_ties(model)
     anatomy = read_model(model, mesh.config)
     facts = anatomy.facts.get(PIPELINE.name)
     if facts is not None and mesh.config.pipeline_split == MEASURED:
@@ -100,6 +102,15 @@ def parallelize(
     with note_former_parameters(model):
         apply(model, plan, mesh, pack)
     return model
+
+
+def _forget_broken_ties(model: nn.Module) -> None:
+    """Keep of the ties that a model names those that hold: a script may have given the head a weight of its own."""
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    held = dict(model.named_parameters(remove_duplicate=False))
+    kept = {one: other for one, other in ties.items() if not is_tie_broken(held, one, other)}
+    if len(kept) < len(ties):
+        setattr(model, "all_tied_weights_keys", kept)  # noqa: B010 - of transformers models alone
 
 
 def apply(model: nn.Module, plan: Plan, mesh: ParallelMesh, pack: Packing | None = None) -> ParallelState:

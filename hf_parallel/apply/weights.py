@@ -35,8 +35,9 @@ from hf_parallel.axes.pipeline.stages import StandIn
 from hf_parallel.axes.tensor.layers import TensorParallelLayer
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
 from hf_parallel.checkpoint import full_state_dict as gather_state
+from hf_parallel.checkpoint.hub_format import find_tied_parameters
 from hf_parallel.checkpoint.slices import find_local_part, list_axes_and_dims, read_part
-from hf_parallel.model.anatomy import StoredOrder
+from hf_parallel.model.anatomy import StoredOrder, is_tie_broken
 from hf_parallel.ranks import assert_all_ranks
 from hf_parallel.ranks.mesh import ParallelMesh, get_stored, place_as
 from hf_parallel.ranks.steps import call_before_steps
@@ -239,7 +240,7 @@ def resize_token_embeddings(
     modules = {id(module): name for name, module in model.named_modules()}
     head = model.get_output_embeddings()
     ends = {modules[id(end)]: end for end in (embedding, head) if end is not None}
-    tied = dict(getattr(model, "_hf_parallel_tied_keys", None) or {})
+    tied = find_tied_parameters(model)
     leaves = ((name, leaf) for name, end in ends.items() for leaf in ("weight", "bias"))
     present = [f"{name}.{leaf}" for name, leaf in leaves if getattr(ends[name], leaf, None) is not None]
     sources = {name: tied.get(name, name) for name in (*present, *tied, *tied.values())}
@@ -353,6 +354,9 @@ def _place_resized_weights(
 
 #: Parameters whose values were taken, and the lines that gave them.
 _taken: Any = WeakIdKeyDictionary()
+#: Parameters of two names that the config ties, of which a script has set one: its module and name, and the hook that
+#: refuses the next forward pass.
+_untied: Any = WeakIdKeyDictionary()
 #: Parameters whose places in a parallel model others have taken -> (model, name); kept alive only by their holders.
 former_parameters: Any = WeakIdKeyDictionary()
 _checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -405,7 +409,11 @@ def take_exchanged() -> None:
 def _set_module_parameter(module: nn.Module, name: str, new: nn.Parameter) -> nn.Parameter | None:
     """Handle `module.name = new`: return the parameter that the module has afterwards, if not `new`."""
     former = module._parameters.get(name)
-    if former is None or former is new or former.is_meta or new.is_meta:
+    if former is None or former.is_meta or new.is_meta:
+        return None
+    if former is new:
+        if new in _untied and _untied[new][:2] != (id(module), name):  # the other name has it, too: tied again
+            _untied.pop(new)[2].remove()
         return None
     models = [model for model in list_parallel_models() if any(inner is module for inner in model.modules())]
     found = find_holder_at(module, name, models) if models else None
@@ -430,7 +438,18 @@ def _set_module_parameter(module: nn.Module, name: str, new: nn.Parameter) -> nn
     store(parameter, new.detach(), what)
     _taken[new] = what
     parameter.requires_grad_(new.requires_grad)
+    held = dict(models[0].named_parameters(remove_duplicate=False))
+    still = next((other for other in others if held.get(other) is former), None)
+    if still is not None and parameter not in _untied:
+        check = functools.partial(_refuse_untied, what, still)
+        _untied[parameter] = (id(module), name, models[0].register_forward_pre_hook(check, prepend=True))
     return cast(nn.Parameter, parameter)
+
+
+def _refuse_untied(what: str, other: str, model: nn.Module, args: tuple) -> None:
+    """Refuse, before a forward pass, a weight of its own for one of two names that are tied."""
+    why = f"ranks hold one parameter for it and {other}, which the config ties"
+    refuse(what, why, do="untie and save the model in one process, or call tie_weights() if it shall stay tied")
 
 
 @contextlib.contextmanager
@@ -459,6 +478,11 @@ def refuse_changed_parameters(root: nn.Module, gathers: bool, model: nn.Module, 
     Args:
         gathers: whether the model gathers weights as one, so that its parameters can be exchanged.
     """
+    ties = {} if root is model else getattr(model, "_hf_parallel_tied_keys", {})
+    parameters = dict(model.named_parameters(remove_duplicate=False)) if ties else {}
+    for one, other in ties.items():  # of a stage: gradients of both are summed with those of the other one's stage
+        if is_tie_broken(parameters, one, other):
+            _refuse_untied(f"{one} = nn.Parameter(x)", other, model, args)
     whole = getattr(root, WHOLE, ())  # each calls its hooks, on the gradient of this rank's examples
     for module in root.modules():
         for leaf, parameter in module._parameters.items():

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor
 from hf_parallel.checkpoint.slices import list_axes_and_dims, read_part
-from hf_parallel.model.anatomy import StoredOrder, get_stored_order
+from hf_parallel.model.anatomy import StoredOrder, get_stored_order, is_tie_broken
 from hf_parallel.ranks import messages
 from hf_parallel.ranks.mesh import ParallelMesh
 
@@ -179,13 +179,19 @@ def list_names_in_order(model: nn.Module, mesh: ParallelMesh) -> list[str]:
 
 def list_tied_names(model: nn.Module) -> set[str]:
     """Return the names under which tied weights are not saved, of all stages."""
-    return set(getattr(model, "_hf_parallel_tied_keys", None) or getattr(model, "all_tied_weights_keys", None) or ())
+    return set(find_tied_parameters(model))
 
 
 def find_tied_parameters(model: nn.Module) -> dict[str, str]:
-    """Return the names of weights that a config ties, and the name under which each is saved."""
-    keys = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_hf_parallel_tied_keys", None)
-    return dict(keys) if isinstance(keys, dict) else {}
+    """Return the names of weights that a config ties, and the name under which each is saved.
+
+    Without those that are two parameters by now: a script, or PEFT's merging, has given the head a weight of its own.
+    """
+    keys = getattr(model, "_hf_parallel_tied_keys", None) or getattr(model, "all_tied_weights_keys", None)
+    if not isinstance(keys, dict) or not keys:
+        return {}
+    held = dict(model.named_parameters(remove_duplicate=False))
+    return {one: other for one, other in keys.items() if not is_tie_broken(held, one, other)}
 
 
 def gather_from_stages(own: Said, mesh: ParallelMesh) -> list[Said]:

@@ -118,7 +118,7 @@ def full_state_dict(
         if one is not None and other is not None:
             whole[one] = whole[other]
     for name, first in find_tied_parameters(model).items():
-        if first in whole and (wanted is None or wanted(name)):
+        if first in whole and name not in whole and (wanted is None or wanted(name)):
             whole[name] = whole[first]
     return whole
 
@@ -133,8 +133,8 @@ def list_entries(model: nn.Module, mesh: ParallelMesh) -> list[Entry]:
 
 def _list_ties_inside(model: nn.Module) -> list[tuple[str, str]]:
     """Return the pairs of names that configs tie in a model and those inside it; without PEFT's `base_layer`."""
-    held = {path: vars(inner).get("_hf_parallel_tied_keys") or {} for path, inner in model.named_modules()}
-    pairs = [(path, pair) for path, ties in held.items() for pair in ties.items()]
+    inside = {path: inner for path, inner in model.named_modules() if "_hf_parallel_tied_keys" in vars(inner)}
+    pairs = [(path, pair) for path, inner in inside.items() for pair in find_tied_parameters(inner).items()]
     return [(f"{path}.{key}", f"{path}.{source}") if path else (key, source) for path, (key, source) in pairs]
 
 

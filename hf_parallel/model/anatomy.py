@@ -231,6 +231,15 @@ def has_tied_embedding(model: PreTrainedModel) -> bool:
     return weight is head_weight or by_name
 
 
+def is_tie_broken(held: Mapping[str, nn.Parameter], one: str, other: str) -> bool:
+    """Return whether two names that a config ties are those of two parameters.
+
+    Args:
+        held: parameters by all their names.
+    """
+    return one in held and other in held and held[one] is not held[other]
+
+
 def get_backbone_of(model: nn.Module) -> Any:
     """Return the part that embeds tokens and runs the layers; the head is outside."""
     readers = find_token_readers(model)

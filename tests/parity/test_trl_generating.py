@@ -39,6 +39,8 @@ CASES = {
     "evaluated-dapo": f'--beta 0.1 --generation_kwargs {{"use_cache":false}} {EVALUATED}',
     "model": "--reward_model_name_or_path MODEL:scores --mask_truncated_completions true "
     "--importance_sampling_level sequence --log_completions true",
+    # All tokens have nearly one entropy in the first step, where the loss looks like a mean over rows.
+    "entropy": "--model_name_or_path MODEL:level --loss_type dr_grpo --entropy_coef 0.5 --learning_rate 0.5",
     "rloo": f"--beta 0.1 --gradient_accumulation_steps 2 {EVALUATED}",
 }
 
@@ -53,6 +55,7 @@ CASES = {
             "evaluated": "dp_shard=2 dp_shard=2,pp=2",
             "evaluated-dapo": "dp_shard=2 dp_shard=2,pp=2",
             "model": "tp=2 dp_shard=2 pp=2",
+            "entropy": "pp=2 tp=2",
         }
     ),
 )

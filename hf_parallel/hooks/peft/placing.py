@@ -26,6 +26,7 @@ from hf_parallel.checkpoint.slices import find_local_part, read_part
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.hooks.peft.whole import has_whole_adapters, merge_into_whole_weights, unshard
+from hf_parallel.model.anatomy import is_tie_broken
 from hf_parallel.model.calls import bind_by_name
 
 if TYPE_CHECKING:
@@ -261,7 +262,16 @@ def take_adapters_out(original: Callable, self: BaseTuner, *args: object, **kwar
         state.pipeline.services.adapters = None
     if state.mesh.config.sharing_size > 1:
         remove_late_parameters(state.root)
+    if original.__name__ == "merge_and_unload":
+        _untie_config(self.model)
     return result
+
+
+def _untie_config(model: PreTrainedModel) -> None:
+    """Note in the config that embedding and head have come apart, which peft looks for in the memory of a tensor."""
+    held, ties = dict(model.named_parameters(remove_duplicate=False)), getattr(model, "_hf_parallel_tied_keys", {})
+    if any(is_tie_broken(held, *pair) for pair in ties.items()):
+        model.config.tie_word_embeddings = False
 
 
 def _get_wrapped(module: nn.Module) -> nn.Module | None:

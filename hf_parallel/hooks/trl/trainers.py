@@ -331,8 +331,9 @@ def does_only_offload_in_steps(trainer: Trainer) -> bool:
 
 def needs_whole_batches(trainer: Trainer) -> bool:
     """Is the loss known not to be one of micro-batches? A few rows may look as if it were."""
-    # GRPO's losses that are none of single rows: a quantile over the batch, a mean over its tokens.
+    # GRPO's losses that are none of single rows: a quantile over the batch, a mean (entropy) of its tokens.
     couples = getattr(trainer, "top_entropy_quantile", 1.0) < 1 or online.get_loss_type(trainer) == "bnpo"
+    couples = couples or getattr(trainer, "_entropy_bonus_enabled", False)
     known = online.is_trainer_among(trainer, online.TRAINERS)
     return experimental.takes_whole_batches(trainer) or (couples and known)
 
