@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,17 +30,24 @@ from hf_parallel.hooks.trainer.checkpoints import StepRecord, record_of
 from hf_parallel.hooks.trl import experimental
 from hf_parallel.hooks.trl import trainers as trl
 from hf_parallel.ranks import messages
+from hf_parallel.ranks.nested_batches import open_batches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+_UNCOUNTED = (
+    "the last batch is filled with repeated examples, which count twice, as under DDP, because it does not tell how "
+    "many it has; dataloader_drop_last=True works"
+)
 
 
 # ---- Batches that a data rank must weigh: the last one of a loader, which accelerate fills with repeated rows, and
 # all of `batch_shares`
 
 
-class WeighedBatch(dict):
-    """A batch of which data ranks have unlike numbers of rows, a dict like others to a script.
+class Weighed:
+    """A batch of which data ranks have unlike numbers of rows.
 
     Attributes:
         real_rows: of this rank, those that are not repeated; None if nothing was left out, as in a copy.
@@ -53,14 +60,29 @@ class WeighedBatch(dict):
     examples: int | None = None
 
 
+class WeighedBatch(Weighed, dict):
+    """A weighed batch that is a dict like others to a script."""
+
+
+class WeighedParts(Weighed, list):
+    """A weighed batch that is a sequence of tensors or of batches."""
+
+
+def _weigh_batch(batch: Any) -> WeighedBatch | WeighedParts:
+    return WeighedBatch(batch) if isinstance(batch, Mapping) else WeighedParts(batch)
+
+
 def without_repeats(trainer: Trainer, batches: Iterator) -> Iterator:
     """Yield the batches to train on, the last one without the rows that fill it."""
     config = runtime.mesh().config
     for given in batches:
         state = trainer.accelerator.gradient_state
         take_batch(state)
-        batch, blocks = tell_examples_apart(trainer, given, trainer._train_batch_size)
+        opened, close = open_batches(given)
+        batch, blocks = tell_examples_apart(trainer, opened, trainer._train_batch_size)
         count = rows.count_examples(batch, blocks)
+        if count is None and is_ragged(state):
+            report.say(_UNCOUNTED)
         ends = count is not None and state.end_of_dataloader
         if count is not None and ends and (is_ragged(state) or cut_of(state) is None):
             real, whole = count_real_rows(state, count), must_be_whole(trainer, batch, count * blocks)
@@ -68,8 +90,8 @@ def without_repeats(trainer: Trainer, batches: Iterator) -> Iterator:
             # Its schedule reduces gradients before the loss is multiplied by anything, so that none may be needed.
             keep = whole or (_should_run_scheduled(trainer, batch) and rows.JOINED not in batch)
             kept = rows.without_targets(batch, real, count) if keep else rows.trim(batch, real, count, blocks)
-            opened = dict(rows.open_batch(kept))
-            last = WeighedBatch(opened if real else rows.with_tokens_for_decoder(opened, trainer.model))
+            taken = dict(rows.open_batch(kept))
+            last = _weigh_batch(close(taken if real else rows.with_tokens_for_decoder(taken, trainer.model)))
             last.real_rows, last.share = real, 1.0 if keep else share_of_rows(state, count)
             yield last
         elif ends or (config.shares_batches and not config.pack_tokens):
@@ -79,15 +101,15 @@ def without_repeats(trainer: Trainer, batches: Iterator) -> Iterator:
             if cut is None:
                 why = "the script's training loader is not one that accelerate shares out"
                 refuse(what, why, "batch_shares=even")
-            if not isinstance(batch, Mapping):
+            if not isinstance(given, Mapping):
                 why = f"the rows of a batch that is a {type(batch).__name__} cannot be weighed"
                 refuse(what, why, "batch_shares=even")
-            weighed = WeighedBatch(rows.open_batch(batch))
+            weighed = WeighedBatch(close(rows.open_batch(batch)))
             weighed.share = 1.0 if _should_run_scheduled(trainer, batch) else compute_full_share(state)
             weighed.examples = cut[runtime.mesh().data_rank] if rows.count_examples(batch) == 1 else None
             yield weighed
         else:
-            yield rows.open_batch(batch)
+            yield given if opened is not given else rows.open_batch(batch)
 
 
 def must_be_whole(trainer: Trainer, batch: rows.Batch, held: int) -> bool:
@@ -190,7 +212,8 @@ def evaluate_real_rows(
         return original(model, inputs, prediction_loss_only, *args, **kwargs)
     hangs.mark_phase("evaluation")
     runtime.compare_batches(model, inputs, "evaluation")
-    batch, blocks = tell_examples_apart(self, inputs, self.args.eval_batch_size)
+    opened, close = open_batches(inputs)
+    batch, blocks = tell_examples_apart(self, opened, self.args.eval_batch_size)
     count = rows.count_examples(batch, blocks) or 0
     dealt, step = self.accelerator.gradient_state, StepRecord()
     if not is_ragged(dealt):
@@ -212,7 +235,7 @@ def evaluate_real_rows(
         replacing(runtime.current(), absent=step.real_rows == 0),
     )
     with replacing(record_of(self), step=step, evaluates=True), wants, scope, absent:
-        loss, logits, labels = original(model, kept, prediction_loss_only, *args, **kwargs)
+        loss, logits, labels = original(model, close(kept), prediction_loss_only, *args, **kwargs)
     logits, labels = rows.mark_per_example((logits, labels), rows.count_examples(kept, blocks) or 0)
     # The same on all ranks, whatever their batches hold: does the model read images or sounds beside words?
     modalities, several = getattr(self.model, "input_modalities", "text"), runtime.mesh().data_size > 1

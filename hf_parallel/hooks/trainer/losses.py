@@ -31,6 +31,7 @@ from hf_parallel.hooks.trainer.checkpoints import record_of
 from hf_parallel.hooks.trl import experimental, online, preferences
 from hf_parallel.hooks.trl import trainers as trl
 from hf_parallel.model.calls import bind_by_name, note_unread_logits
+from hf_parallel.ranks.nested_batches import BETWEEN, open_batches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -135,6 +136,7 @@ def compute_loss(
         return own(model, inputs, *args, **kwargs)
     state = runtime.find_parallel_state(model)
     engine = state.pipeline if state is not None and is_own(self) else None
+    inputs, own = _open_batches_for(own, inputs)
     # Read the count now: scripts remove from a batch what they have read.
     items = bind_by_name(Trainer.compute_loss, (self, model, inputs, *args), kwargs).get("num_items_in_batch")
     targets = trl.count_targets_of_mean(self, inputs) if items is None else None
@@ -188,6 +190,19 @@ def compute_loss(
     return weigh(result, first)
 
 
+def _open_batches_for(own: Callable, inputs: Any) -> tuple[dict, Callable]:
+    """Return a batch of batches as one dictionary, and the script's loss of such a dictionary."""
+    opened, close = open_batches(inputs)
+    if opened is inputs:
+        return inputs, own
+
+    @functools.wraps(own)
+    def compute_own(model: object, part: dict, *args: object, **kwargs: object) -> object:
+        return own(model, close(part), *args, **kwargs)
+
+    return opened, compute_own
+
+
 def _can_schedule(trainer: Trainer, state: ParallelState) -> bool:
     """May the batch be scheduled? Data ranks may have unlike numbers of rows, and must all go the same way."""
     cut = cut_of(trainer.accelerator.gradient_state)
@@ -224,7 +239,7 @@ def _plan_schedule(
 ) -> Plan | None:
     """Find how the script's loss may be scheduled, which rank 0 tells; it may need whole batches."""
     record, quietly, plan = record_of(trainer), functools.partial(_undo_counts, trainer), None
-    if not trl.needs_whole_batches(trainer):
+    if not trl.needs_whole_batches(trainer) and not any(BETWEEN in str(key) for key in inputs):
         counts = not record.weighs
         plan = find_plan(engine, dict(inputs), made, lambda part: call(part)["loss"], quietly, counts=counts)
     verdict = "the script's loss needs whole batches, so the pipeline keeps all activations of a batch"

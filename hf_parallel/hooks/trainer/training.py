@@ -347,9 +347,9 @@ def training_step(
         delayed_steps.announce_steps(self, model, inputs)
     looked_at = bad_numbers.watch_micro_batch(model, inputs, args, kwargs)
     step = checkpoints.StepRecord()
-    if isinstance(inputs, evaluation.WeighedBatch):  # the batch as it was, and what is known of its rows
+    if isinstance(inputs, evaluation.Weighed):  # the batch as it was, and what is known of its rows
         step = checkpoints.StepRecord(inputs.real_rows, inputs.share)
-        inputs = dict(inputs)
+        inputs = dict(inputs) if isinstance(inputs, dict) else list(inputs)
     check_batch(inputs)
     noise = draw_noise_of_examples(self, inputs)
     runtime.compare_batches(model, inputs, "training")
