@@ -2,8 +2,8 @@
 
 Their tensors are looked at by path, as those of a batch that is one dictionary. The script gets them as it has them:
 
-    {"forget": {"input_ids": a, "labels": b}, "retain": {…}}  <->  {"forget/input_ids": a, "forget/labels": b, …}
-    ([a, b], [c, d])                                          <->  {"0/0": a, "0/1": b, "1/0": c, "1/1": d}
+    {"forget": {"input_ids": a, "labels": b}, "retain": {…}}  <->  {"/forget/input_ids": a, "/forget/labels": b, …}
+    ([a, b], [c, d])                                          <->  {"/0/0": a, "/0/1": b, "/1/0": c, "/1/1": d}
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-#: Between the names of a path.
+#: Before each name of a path.
 BETWEEN = "/"
 
 
@@ -36,7 +36,7 @@ def get_last_name(path: str) -> str:
     return path.rpartition(BETWEEN)[2]
 
 
-def _map_values(batch: Any, change: Callable[[str, Any], Any], path: tuple[str, ...] = ()) -> Any:
+def _map_values(batch: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
     """Return a batch of the same form with `change(path, value)` for each of its values."""
     if isinstance(batch, Mapping):
         named = [(key, isinstance(value, Mapping), value) for key, value in batch.items()]
@@ -44,11 +44,16 @@ def _map_values(batch: Any, change: Callable[[str, Any], Any], path: tuple[str, 
         named = [(i, isinstance(value, (Mapping, list, tuple)), value) for i, value in enumerate(batch)]
     changed = {}
     for name, has_values, value in named:
-        place = (*path, str(name))
-        changed[name] = _map_values(value, change, place) if has_values else change(BETWEEN.join(place), value)
+        place = f"{path}{BETWEEN}{name}"
+        changed[name] = _map_values(value, change, place) if has_values else change(place, value)
     if isinstance(batch, Mapping):
         return changed
     return tuple(changed.values()) if isinstance(batch, tuple) else list(changed.values())
+
+
+def is_path(key: object) -> bool:
+    """Return whether this is the path of a value in a batch of batches, rather than a name in a plain batch."""
+    return str(key).startswith(BETWEEN)
 
 
 def open_batches(batch: Any) -> tuple[Any, Callable[[Any], Any]]:

@@ -17,6 +17,7 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import hangs, report, runtime
 from hf_parallel.hooks.accelerate.data import refuse_cut_examples
 from hf_parallel.hooks.accelerate.shares import (
+    OneLoader,
     compute_full_share,
     count_real_rows,
     cut_of,
@@ -33,6 +34,7 @@ from hf_parallel.ranks import messages
 from hf_parallel.ranks.nested_batches import open_batches
 
 if TYPE_CHECKING:
+    from accelerate.state import GradientState
     from transformers import PreTrainedModel
 
 
@@ -72,20 +74,24 @@ def _weigh_batch(batch: Any) -> WeighedBatch | WeighedParts:
     return WeighedBatch(batch) if isinstance(batch, Mapping) else WeighedParts(batch)
 
 
+def describe_batch(batch: Any) -> StepRecord:
+    """Return what is known of the rows of a batch to train on."""
+    return StepRecord(batch.real_rows, batch.share) if isinstance(batch, Weighed) else StepRecord()
+
+
 def without_repeats(trainer: Trainer, batches: Iterator) -> Iterator:
     """Yield the batches to train on, the last one without the rows that fill it."""
     config = runtime.mesh().config
-    for given in batches:
-        state = trainer.accelerator.gradient_state
+    for given, state in _read_with_loader(trainer, batches):
         take_batch(state)
         opened, close = open_batches(given)
-        batch, blocks = tell_examples_apart(trainer, opened, trainer._train_batch_size)
+        batch, blocks = tell_examples_apart(trainer, opened, trainer._train_batch_size, state)
         count = rows.count_examples(batch, blocks)
         if count is None and is_ragged(state):
             report.say(_UNCOUNTED)
         ends = count is not None and state.end_of_dataloader
         if count is not None and ends and (is_ragged(state) or cut_of(state) is None):
-            real, whole = count_real_rows(state, count), must_be_whole(trainer, batch, count * blocks)
+            real, whole = count_real_rows(state, count), must_be_whole(trainer, batch, count * blocks, state)
             # Data ranks with fewer rows would take another way through a pipeline than the rest: keep the shape there.
             # Its schedule reduces gradients before the loss is multiplied by anything, so that none may be needed.
             keep = whole or (_should_run_scheduled(trainer, batch) and rows.JOINED not in batch)
@@ -112,7 +118,22 @@ def without_repeats(trainer: Trainer, batches: Iterator) -> Iterator:
             yield given if opened is not given else rows.open_batch(batch)
 
 
-def must_be_whole(trainer: Trainer, batch: rows.Batch, held: int) -> bool:
+def _read_with_loader(trainer: Trainer, batches: Iterator) -> Iterator[tuple[Any, OneLoader]]:
+    """Yield the batches of a pass, each with the state of their own loader: a script may read others meanwhile."""
+    record, dealt = record_of(trainer), trainer.accelerator.gradient_state
+    while True:
+        former = len(dealt.dataloader_references)
+        try:
+            given = next(batches)
+        except StopIteration:
+            return
+        if record.reads is not batches:  # its first batch: accelerate has begun its loader, if it is one of its own
+            begins = len(dealt.dataloader_references) > former
+            record.reads, record.loader = batches, dealt.active_dataloader if begins else None
+        yield given, OneLoader(record.loader)
+
+
+def must_be_whole(trainer: Trainer, batch: rows.Batch, held: int, dealt: GradientState | OneLoader) -> bool:
     """Does some data rank have a batch with parts that no row tells apart? Repeated rows can only lose their targets.
 
     Ranks that went by their own batch would weigh it differently. Collective over the data ranks, where the batch is
@@ -120,11 +141,12 @@ def must_be_whole(trainer: Trainer, batch: rows.Batch, held: int) -> bool:
 
     Args:
         held: number of rows of this rank's batch.
+        dealt: the state of its loader.
 
     Raises:
         SpecError: on all ranks, where the loss does not go by targets, and would count repeated rows.
     """
-    if not is_ragged(trainer.accelerator.gradient_state):
+    if not is_ragged(dealt):
         return False
     mesh, media = runtime.mesh(), [key for key in batch if str(key).startswith(rows.MEDIA)]
     # Pictures or sounds that hold no entry per row, such as the patches of all images: which of them belong to an
@@ -151,7 +173,9 @@ def _should_run_scheduled(trainer: Trainer, batch: rows.Batch) -> bool:
     return state.sums_over_tokens and not losses.is_own(trainer)
 
 
-def tell_examples_apart(trainer: Trainer, batch: rows.Batch, each: int) -> tuple[rows.Batch, int]:
+def tell_examples_apart(
+    trainer: Trainer, batch: rows.Batch, each: int, state: GradientState | OneLoader
+) -> tuple[rows.Batch, int]:
     """Return the batch, and how many rows an example has, such as two of [chosen; rejected].
 
     A ragged last batch whose examples a collator has joined to one row then says whose a token is. Full batches tell
@@ -160,8 +184,8 @@ def tell_examples_apart(trainer: Trainer, batch: rows.Batch, each: int) -> tuple
 
     Args:
         each: examples of a full batch on each data rank, without `batch_shares`.
+        state: that of its loader.
     """
-    state = trainer.accelerator.gradient_state
     cut = cut_of(state)
     full = each if cut is None else cut[runtime.mesh().data_rank]
     if is_ragged(state):
@@ -213,9 +237,9 @@ def evaluate_real_rows(
     hangs.mark_phase("evaluation")
     runtime.compare_batches(model, inputs, "evaluation")
     opened, close = open_batches(inputs)
-    batch, blocks = tell_examples_apart(self, opened, self.args.eval_batch_size)
-    count = rows.count_examples(batch, blocks) or 0
     dealt, step = self.accelerator.gradient_state, StepRecord()
+    batch, blocks = tell_examples_apart(self, opened, self.args.eval_batch_size, dealt)
+    count = rows.count_examples(batch, blocks) or 0
     if not is_ragged(dealt):
         step = StepRecord(share=share_of_rows(dealt, count))
     elif count:  # 0 where examples cannot be counted
@@ -289,7 +313,8 @@ def _gather_losses(trainer: Trainer, gather_rows: Callable, cut: int, losses: to
 
 def _select_real_examples(trainer: Trainer, batch: rows.Batch, real: int, count: int, blocks: int) -> rows.Batch:
     """The batch with its real examples alone, or with targets in these alone where no row tells its parts apart."""
-    whole = must_be_whole(trainer, batch, count * blocks)  # all ranks ask, also those without repeated rows
+    dealt = trainer.accelerator.gradient_state
+    whole = must_be_whole(trainer, batch, count * blocks, dealt)  # all ranks ask, also those without repeated rows
     if real == count:
         return batch
     kept = rows.without_targets(batch, real, count) if whole else rows.trim(batch, real, count, blocks)

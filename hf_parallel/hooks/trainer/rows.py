@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from transformers.utils import ModelOutput
 
-from hf_parallel.ranks.nested_batches import BETWEEN, get_last_name
+from hf_parallel.ranks.nested_batches import get_last_name, is_path
 
 #: What a collator gives: tensors by name, and what a script puts beside them.
 Batch: TypeAlias = MutableMapping[str, Any]
@@ -41,7 +41,7 @@ def count_examples(batch: Batch, blocks: int = 1) -> int | None:
     if JOINED in batch:
         return int(batch[JOINED].max()) + 1
     sizes = [value.shape[0] for value in batch.values() if torch.is_tensor(value) and value.ndim > 0]
-    if len(set(sizes)) > 1 and any(BETWEEN in str(key) for key in batch):  # the batches in it are of unlike sizes
+    if len(set(sizes)) > 1 and any(map(is_path, batch)):  # the batches in it are of unlike sizes
         return None
     return sizes[0] // blocks if sizes else None
 

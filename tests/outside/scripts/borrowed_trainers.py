@@ -7,6 +7,7 @@ that Trainer hands to `compute_loss` and `training_step` today.
 
 import argparse
 import importlib.machinery
+import inspect
 import json
 import sys
 import types
@@ -56,6 +57,30 @@ def unlearning(sources: Path, kind: str):
     return getattr(module, kind)
 
 
+def attacked(sources: Path, kind: str):
+    """A trainer of Vaccine or Booster: it disturbs weights or activations within a step."""
+    project = "Vaccine" if kind.startswith("vaccine.") else "Booster"
+    removed = ("from utils import prune_wanda_outlier,SupervisedDataset,prune_with_FI\n", "")
+    if project == "Booster":
+        sys.modules["loss_func"] = types.ModuleType("loss_func")
+        read_module("loss_func.repnoise_loss", sources / project / "loss_func" / "repnoise_loss.py")
+    edits = (*TODAY, removed, ('"batch_size": 4,', '"batch_size": self._train_batch_size,'))
+    return getattr(read_module("own_trainer", sources / project / "trainer.py", edits), kind.partition(".")[2])
+
+
+def forgetting(sources: Path, kind: str):
+    """TOFU's trainer, whose batches are tuples of tensors."""
+    gone = ("evaluate_util", "data_module", "utils", "scipy.stats")
+    lines = (sources / "tofu" / "dataloader.py").read_text().splitlines()
+    edits = [(f"{line}\n", "") for line in lines if line.startswith(tuple(f"from {name} import" for name in gone))]
+    edits += [("import deepspeed\n", ""), ("from transformers.integrations.deepspeed import", "# ")]
+    edits += [("self.e_prepare_deepspeed(self.oracle_model)", "self.oracle_model.eval()")]
+    return getattr(read_module("own_trainer", sources / "tofu" / "dataloader.py", (*TODAY, *edits)), kind)
+
+
+PROJECTS = {"open-unlearning": unlearning, "attacks": attacked, "tofu": forgetting}
+
+
 def tokens(size: int, seed: int, length: int = 33) -> list[dict]:
     """Rows of unlike lengths, whose first tokens are a question without labels."""
     generator, rows = torch.Generator().manual_seed(seed), []
@@ -75,6 +100,14 @@ def collate(features):
     for key, filler in (("input_ids", 0), ("attention_mask", 0), ("labels", -100)):
         batch[key] = torch.tensor([row[key] + [filler] * (longest - len(row[key])) for row in features])
     return batch
+
+
+def collate_tuples(features):
+    """Pad; each batch in a batch is a tuple of tensors."""
+    batch = collate(features)
+    batches = [batch] if "input_ids" in batch else list(batch.values())
+    found = [tuple(one[key] for key in ("input_ids", "labels", "attention_mask")) for one in batches]
+    return found if len(found) > 1 else found[0]
 
 
 class Rows(torch.utils.data.Dataset):
@@ -105,10 +138,17 @@ def main():
     options.add_argument("--batch_size", type=int)
     options.add_argument("--settings", default="{}")
     options.add_argument("--training", default="{}")
+    options.add_argument("--read", default="{}", help="arguments of training that the project has added")
+    options.add_argument("--lora", action="store_true")
     args = options.parse_args()
     set_seed(1)
     config = AutoConfig.from_pretrained(args.model, pad_token_id=0)
     model = AutoModelForCausalLM.from_pretrained(args.model, config=config)
+    if args.lora:
+        from peft import LoraConfig, get_peft_model
+
+        targets = ["q_proj", "v_proj", "down_proj"]
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights="gaussian"))
     arguments = TrainingArguments(
         args.output_dir,
         **{
@@ -126,16 +166,24 @@ def main():
             **json.loads(args.training),
         },
     )
-    kind = unlearning(Path(args.sources), args.kind)
+    vars(arguments).update(json.loads(args.read))
+    kind, settings = PROJECTS[args.project](Path(args.sources), args.kind), json.loads(args.settings)
+    if settings.get("oracle_model"):
+        settings["oracle_model"] = AutoModelForCausalLM.from_pretrained(args.model, config=config)
+    alone = args.project == "attacks" or args.kind == "CustomTrainer"
     trainer = kind(
         model=model,
         args=arguments,
-        train_dataset=paired(30, args.kind == "DPO"),
-        data_collator=collate,
-        **json.loads(args.settings),
+        train_dataset=Rows(tokens(30, 1)) if alone else paired(30, args.kind == "DPO"),
+        eval_dataset=Rows(tokens(11, 4)),
+        data_collator=collate_tuples if args.project == "tofu" else collate,
+        **settings,
     )
+    if hasattr(kind, "init"):
+        trainer.init(model if "model" in inspect.signature(kind.init).parameters else Rows(tokens(16, 5)))
     trainer.train()
-    trainer.evaluate(Rows(tokens(11, 4)))
+    if args.kind != "CustomTrainerForgetting":  # which has questions of its own
+        trainer.evaluate(Rows(tokens(11, 4)))
     trainer.save_model(args.output_dir)
 
 
