@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.ranks.mesh import ParallelMesh
+from hf_parallel.ranks.nested_batches import open_batches
 
 T = TypeVar("T")
 #: Shape, dtype and the sum itself of a tensor.
@@ -124,6 +125,7 @@ class OneBatch:
         """
         self.steps[kind] += 1
         step = self.steps[kind]
+        batch, _ = open_batches(batch)
         if not self.axes or not isinstance(batch, Mapping) or (step > FIRST and step & (step - 1)):
             return
         own = self._compute_checksums(batch)
@@ -155,6 +157,7 @@ class OneBatch:
 
     def is_equal_on_data_ranks(self, batch: object) -> bool:
         """Return whether all data ranks have read the same tensors. Collective over the data ranks."""
+        batch, _ = open_batches(batch)
         own = self._compute_checksums(batch) if isinstance(batch, Mapping) else {}
         return all(found == own for found in gather_objects(own, self.mesh.data_group)) and bool(own)
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from tests.outside.axolotl import AXOLOTL
+from tests.outside.borrowed import BORROWED
 from tests.outside.cases import TRAINER, Case
 from tests.outside.chronos import CHRONOS
 from tests.outside.colpali import COLPALI
@@ -671,5 +672,6 @@ ORIGINALS = {
     **AXOLOTL,
     **COURSE,
     **OWN_TRAINERS,
+    **BORROWED,
     **OTHERS,
 }

@@ -290,7 +290,7 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
         elif forward.share is not None and state.sums_over_tokens and given.get("labels") is not None:
             means.note(forward)
             if state.pipeline is None or state.pipeline.items is None:  # else the whole batch is counted already
-                items = count_causal_targets(given)
+                items = count_causal_targets(given) * (not runtime.is_absent())
                 dist.all_reduce(items, group=state.mesh.data_group)
                 items = items * ((forward.share or 1.0) / state.mesh.data_size)
                 return args, {**kwargs, "num_items_in_batch": items}

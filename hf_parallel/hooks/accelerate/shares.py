@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_parallel.ask.keys.data import MEASURED
@@ -216,7 +217,7 @@ def _find_sampler_of(dataloader: Any) -> BatchSamplerShard | None:
     return None
 
 
-def cut_of(gradient_state: GradientState) -> tuple[int, ...] | None:
+def cut_of(gradient_state: GradientState | OneLoader) -> tuple[int, ...] | None:
     """Return how many examples each data rank has of a full batch of the loader that is read.
 
     None where all have as many: in the last batch of a stream, too.
@@ -235,7 +236,7 @@ def cut_of(gradient_state: GradientState) -> tuple[int, ...] | None:
     return None if sampler is None or shares is None else _cut_by_shares(count_examples_of(sampler), shares)
 
 
-def take_batch(gradient_state: GradientState) -> None:
+def take_batch(gradient_state: GradientState | OneLoader) -> None:
     """The next batch of a Trainer's loader is trained on."""
     measured, loader = _get_measured_shares(), gradient_state.active_dataloader
     if measured is not None:
@@ -253,7 +254,27 @@ def follow_trainer(loader: object) -> None:
 # ---- What is real of a batch, and how much it weighs ----------------------------------------------------------------
 
 
-def is_ragged(gradient_state: GradientState) -> bool:
+@dataclass(frozen=True)
+class OneLoader:
+    """A loader's part of accelerate's gradient state, which tells of the loader that was begun last.
+
+    A script may have begun a second one in the meantime, such as one of other examples for each step.
+    """
+
+    active_dataloader: Any
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Return whether its last batch has been read."""
+        return self.active_dataloader is not None and self.active_dataloader.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Return how many examples of its last batch are not repeated."""
+        return -1 if self.active_dataloader is None else self.active_dataloader.remainder
+
+
+def is_ragged(gradient_state: GradientState | OneLoader) -> bool:
     """Is this a last batch that is filled with repeated rows? All data ranks say the same."""
     if not gradient_state.end_of_dataloader or gradient_state.remainder <= 0 or runtime.mesh().data_size == 1:
         return False
@@ -266,7 +287,7 @@ def does_drop_last(dataloader: DataLoader) -> bool:
     return bool(getattr(getattr(dataloader, "batch_sampler", None), "drop_last", False))
 
 
-def count_real_rows(gradient_state: GradientState, rows: int) -> int:
+def count_real_rows(gradient_state: GradientState | OneLoader, rows: int) -> int:
     """Return how many rows of this rank's batch are not repeated to fill a ragged last batch.
 
     The `rows` of a data rank follow those of the rank before it. The first `remainder` rows of the batch are new.
@@ -278,7 +299,7 @@ def count_real_rows(gradient_state: GradientState, rows: int) -> int:
     return max(0, min(rows, gradient_state.remainder - before))
 
 
-def share_of_rows(gradient_state: GradientState, rows: int) -> float:
+def share_of_rows(gradient_state: GradientState | OneLoader, rows: int) -> float:
     """Return how much the mean over this rank's real rows weighs in the data ranks' average.
 
     1 where all data ranks have as many.
@@ -288,7 +309,7 @@ def share_of_rows(gradient_state: GradientState, rows: int) -> float:
     return compute_full_share(gradient_state)
 
 
-def compute_full_share(gradient_state: GradientState) -> float:
+def compute_full_share(gradient_state: GradientState | OneLoader) -> float:
     """Return how much the mean over all rows of this rank's batch weighs, repeated ones included."""
     cut = cut_of(gradient_state)
     return 1.0 if cut is None else cut[runtime.mesh().data_rank] * len(cut) / sum(cut)

@@ -57,6 +57,7 @@ class StepRecord:
         generated: real rows of each data rank's generated batch (GRPO, RLOO); None if none is repeated.
         syncs: is the batch the last of its step? None: the accelerator knows, as no other batch runs with it.
         loss_only: does an evaluation drop what the model returns beside the loss?
+        tensors: those of the batch, in a step of the script's own, which may compute losses of other batches, too.
     """
 
     real_rows: int | None = None
@@ -66,6 +67,7 @@ class StepRecord:
     generated: list[int] | None = None
     syncs: bool | None = None
     loss_only: bool = False
+    tensors: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass
@@ -98,6 +100,8 @@ class TrainerRecord:
         told_joint: has it been said whether they do?
         joint_logs: what the script's loss logs on the last stage, for each batch of a step that runs as one schedule.
         read_ahead: the step in progress and the next one, where a pipeline does not drain between them.
+        reads: the batches of the pass in progress.
+        loader: their loader, if it is one of accelerate's.
     """
 
     step: StepRecord = field(default_factory=StepRecord)
@@ -125,6 +129,8 @@ class TrainerRecord:
     told_joint: bool = False
     joint_logs: list[list[dict[str, object]]] = field(default_factory=list)
     read_ahead: Any = None  # a `delayed_steps.ReadAhead`
+    reads: Any = None
+    loader: Any = None
 
 
 def record_of(trainer: Trainer) -> TrainerRecord:

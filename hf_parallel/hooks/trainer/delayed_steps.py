@@ -23,7 +23,7 @@ from hf_parallel.axes.pipeline.schedules import count_micro_batches
 from hf_parallel.hooks import report
 from hf_parallel.hooks.trainer import joint_steps
 from hf_parallel.hooks.trainer.checkpoints import record_of
-from hf_parallel.hooks.trainer.evaluation import WeighedBatch
+from hf_parallel.hooks.trainer.evaluation import Weighed
 from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def announce_steps(trainer: Trainer, model: PreTrainedModel, inputs: dict) -> No
             continue
         if delayed.knows_enough():
             break
-        if not step.batches or any(isinstance(batch, WeighedBatch) for batch in step.batches):
+        if not step.batches or any(isinstance(batch, Weighed) for batch in step.batches):
             break  # the pipeline drains before such a step
         prepared = [trainer._prepare_inputs(dict(batch)) for batch in step.batches]
         if not engine.can_schedule_together(prepared):

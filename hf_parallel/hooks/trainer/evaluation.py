@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import hangs, report, runtime
 from hf_parallel.hooks.accelerate.data import refuse_cut_examples
 from hf_parallel.hooks.accelerate.shares import (
+    OneLoader,
     compute_full_share,
     count_real_rows,
     cut_of,
@@ -30,17 +31,25 @@ from hf_parallel.hooks.trainer.checkpoints import StepRecord, record_of
 from hf_parallel.hooks.trl import experimental
 from hf_parallel.hooks.trl import trainers as trl
 from hf_parallel.ranks import messages
+from hf_parallel.ranks.nested_batches import open_batches
 
 if TYPE_CHECKING:
+    from accelerate.state import GradientState
     from transformers import PreTrainedModel
+
+
+_UNCOUNTED = (
+    "the last batch is filled with repeated examples, which count twice, as under DDP, because it does not tell how "
+    "many it has; dataloader_drop_last=True works"
+)
 
 
 # ---- Batches that a data rank must weigh: the last one of a loader, which accelerate fills with repeated rows, and
 # all of `batch_shares`
 
 
-class WeighedBatch(dict):
-    """A batch of which data ranks have unlike numbers of rows, a dict like others to a script.
+class Weighed:
+    """A batch of which data ranks have unlike numbers of rows.
 
     Attributes:
         real_rows: of this rank, those that are not repeated; None if nothing was left out, as in a copy.
@@ -53,23 +62,42 @@ class WeighedBatch(dict):
     examples: int | None = None
 
 
+class WeighedBatch(Weighed, dict):
+    """A weighed batch that is a dict like others to a script."""
+
+
+class WeighedParts(Weighed, list):
+    """A weighed batch that is a sequence of tensors or of batches."""
+
+
+def _weigh_batch(batch: Any) -> WeighedBatch | WeighedParts:
+    return WeighedBatch(batch) if isinstance(batch, Mapping) else WeighedParts(batch)
+
+
+def describe_batch(batch: Any) -> StepRecord:
+    """Return what is known of the rows of a batch to train on."""
+    return StepRecord(batch.real_rows, batch.share) if isinstance(batch, Weighed) else StepRecord()
+
+
 def without_repeats(trainer: Trainer, batches: Iterator) -> Iterator:
     """Yield the batches to train on, the last one without the rows that fill it."""
     config = runtime.mesh().config
-    for given in batches:
-        state = trainer.accelerator.gradient_state
+    for given, state in _read_with_loader(trainer, batches):
         take_batch(state)
-        batch, blocks = tell_examples_apart(trainer, given, trainer._train_batch_size)
+        opened, close = open_batches(given)
+        batch, blocks = tell_examples_apart(trainer, opened, trainer._train_batch_size, state)
         count = rows.count_examples(batch, blocks)
+        if count is None and is_ragged(state):
+            report.say(_UNCOUNTED)
         ends = count is not None and state.end_of_dataloader
         if count is not None and ends and (is_ragged(state) or cut_of(state) is None):
-            real, whole = count_real_rows(state, count), must_be_whole(trainer, batch, count * blocks)
+            real, whole = count_real_rows(state, count), must_be_whole(trainer, batch, count * blocks, state)
             # Data ranks with fewer rows would take another way through a pipeline than the rest: keep the shape there.
             # Its schedule reduces gradients before the loss is multiplied by anything, so that none may be needed.
             keep = whole or (_should_run_scheduled(trainer, batch) and rows.JOINED not in batch)
             kept = rows.without_targets(batch, real, count) if keep else rows.trim(batch, real, count, blocks)
-            opened = dict(rows.open_batch(kept))
-            last = WeighedBatch(opened if real else rows.with_tokens_for_decoder(opened, trainer.model))
+            taken = dict(rows.open_batch(kept))
+            last = _weigh_batch(close(taken if real else rows.with_tokens_for_decoder(taken, trainer.model)))
             last.real_rows, last.share = real, 1.0 if keep else share_of_rows(state, count)
             yield last
         elif ends or (config.shares_batches and not config.pack_tokens):
@@ -79,18 +107,33 @@ def without_repeats(trainer: Trainer, batches: Iterator) -> Iterator:
             if cut is None:
                 why = "the script's training loader is not one that accelerate shares out"
                 refuse(what, why, "batch_shares=even")
-            if not isinstance(batch, Mapping):
+            if not isinstance(given, Mapping):
                 why = f"the rows of a batch that is a {type(batch).__name__} cannot be weighed"
                 refuse(what, why, "batch_shares=even")
-            weighed = WeighedBatch(rows.open_batch(batch))
+            weighed = WeighedBatch(close(rows.open_batch(batch)))
             weighed.share = 1.0 if _should_run_scheduled(trainer, batch) else compute_full_share(state)
             weighed.examples = cut[runtime.mesh().data_rank] if rows.count_examples(batch) == 1 else None
             yield weighed
         else:
-            yield rows.open_batch(batch)
+            yield given if opened is not given else rows.open_batch(batch)
 
 
-def must_be_whole(trainer: Trainer, batch: rows.Batch, held: int) -> bool:
+def _read_with_loader(trainer: Trainer, batches: Iterator) -> Iterator[tuple[Any, OneLoader]]:
+    """Yield the batches of a pass, each with the state of their own loader: a script may read others meanwhile."""
+    record, dealt = record_of(trainer), trainer.accelerator.gradient_state
+    while True:
+        former = len(dealt.dataloader_references)
+        try:
+            given = next(batches)
+        except StopIteration:
+            return
+        if record.reads is not batches:  # its first batch: accelerate has begun its loader, if it is one of its own
+            begins = len(dealt.dataloader_references) > former
+            record.reads, record.loader = batches, dealt.active_dataloader if begins else None
+        yield given, OneLoader(record.loader)
+
+
+def must_be_whole(trainer: Trainer, batch: rows.Batch, held: int, dealt: GradientState | OneLoader) -> bool:
     """Does some data rank have a batch with parts that no row tells apart? Repeated rows can only lose their targets.
 
     Ranks that went by their own batch would weigh it differently. Collective over the data ranks, where the batch is
@@ -98,11 +141,12 @@ def must_be_whole(trainer: Trainer, batch: rows.Batch, held: int) -> bool:
 
     Args:
         held: number of rows of this rank's batch.
+        dealt: the state of its loader.
 
     Raises:
         SpecError: on all ranks, where the loss does not go by targets, and would count repeated rows.
     """
-    if not is_ragged(trainer.accelerator.gradient_state):
+    if not is_ragged(dealt):
         return False
     mesh, media = runtime.mesh(), [key for key in batch if str(key).startswith(rows.MEDIA)]
     # Pictures or sounds that hold no entry per row, such as the patches of all images: which of them belong to an
@@ -129,7 +173,9 @@ def _should_run_scheduled(trainer: Trainer, batch: rows.Batch) -> bool:
     return state.sums_over_tokens and not losses.is_own(trainer)
 
 
-def tell_examples_apart(trainer: Trainer, batch: rows.Batch, each: int) -> tuple[rows.Batch, int]:
+def tell_examples_apart(
+    trainer: Trainer, batch: rows.Batch, each: int, state: GradientState | OneLoader
+) -> tuple[rows.Batch, int]:
     """Return the batch, and how many rows an example has, such as two of [chosen; rejected].
 
     A ragged last batch whose examples a collator has joined to one row then says whose a token is. Full batches tell
@@ -138,8 +184,8 @@ def tell_examples_apart(trainer: Trainer, batch: rows.Batch, each: int) -> tuple
 
     Args:
         each: examples of a full batch on each data rank, without `batch_shares`.
+        state: that of its loader.
     """
-    state = trainer.accelerator.gradient_state
     cut = cut_of(state)
     full = each if cut is None else cut[runtime.mesh().data_rank]
     if is_ragged(state):
@@ -190,9 +236,10 @@ def evaluate_real_rows(
         return original(model, inputs, prediction_loss_only, *args, **kwargs)
     hangs.mark_phase("evaluation")
     runtime.compare_batches(model, inputs, "evaluation")
-    batch, blocks = tell_examples_apart(self, inputs, self.args.eval_batch_size)
-    count = rows.count_examples(batch, blocks) or 0
+    opened, close = open_batches(inputs)
     dealt, step = self.accelerator.gradient_state, StepRecord()
+    batch, blocks = tell_examples_apart(self, opened, self.args.eval_batch_size, dealt)
+    count = rows.count_examples(batch, blocks) or 0
     if not is_ragged(dealt):
         step = StepRecord(share=share_of_rows(dealt, count))
     elif count:  # 0 where examples cannot be counted
@@ -212,7 +259,7 @@ def evaluate_real_rows(
         replacing(runtime.current(), absent=step.real_rows == 0),
     )
     with replacing(record_of(self), step=step, evaluates=True), wants, scope, absent:
-        loss, logits, labels = original(model, kept, prediction_loss_only, *args, **kwargs)
+        loss, logits, labels = original(model, close(kept), prediction_loss_only, *args, **kwargs)
     logits, labels = rows.mark_per_example((logits, labels), rows.count_examples(kept, blocks) or 0)
     # The same on all ranks, whatever their batches hold: does the model read images or sounds beside words?
     modalities, several = getattr(self.model, "input_modalities", "text"), runtime.mesh().data_size > 1
@@ -266,7 +313,8 @@ def _gather_losses(trainer: Trainer, gather_rows: Callable, cut: int, losses: to
 
 def _select_real_examples(trainer: Trainer, batch: rows.Batch, real: int, count: int, blocks: int) -> rows.Batch:
     """The batch with its real examples alone, or with targets in these alone where no row tells its parts apart."""
-    whole = must_be_whole(trainer, batch, count * blocks)  # all ranks ask, also those without repeated rows
+    dealt = trainer.accelerator.gradient_state
+    whole = must_be_whole(trainer, batch, count * blocks, dealt)  # all ranks ask, also those without repeated rows
     if real == count:
         return batch
     kept = rows.without_targets(batch, real, count) if whole else rows.trim(batch, real, count, blocks)

@@ -24,7 +24,7 @@ from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import replacing
 from hf_parallel.hooks.trainer import bad_numbers, losses
 from hf_parallel.hooks.trainer.checkpoints import StepRecord, record_of
-from hf_parallel.hooks.trainer.evaluation import WeighedBatch
+from hf_parallel.hooks.trainer.evaluation import Weighed
 from hf_parallel.hooks.trl import trainers as trl
 from hf_parallel.ranks import messages
 
@@ -72,7 +72,7 @@ def announce_step(
     looking = bad_numbers.find_looking()
     if not batches or inputs is not batches[0] or (looking is not None and looking.wanted):
         return
-    if any(isinstance(batch, WeighedBatch) for batch in batches):  # some of its rows may be repeated
+    if any(isinstance(batch, Weighed) for batch in batches):  # some of its rows may be repeated
         return
     engine = cast("PipelineEngine", find_engine_of(trainer))
     model.train()

@@ -22,7 +22,7 @@ from hf_parallel.axes.pipeline.script_loss import Plan, Prepared, can_cut_alike,
 from hf_parallel.axes.pipeline.unscheduled import Made, serve_script
 from hf_parallel.axes.tensor import lean_loss
 from hf_parallel.hooks import hangs, monitoring, report, runtime
-from hf_parallel.hooks.accelerate.shares import cut_of
+from hf_parallel.hooks.accelerate.shares import OneLoader, cut_of
 from hf_parallel.hooks.logits_read import find_reader_before_trainer, has_own_compute_loss
 from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.hooks.trainer import bad_numbers, checkpoints, means, own_means
@@ -31,6 +31,7 @@ from hf_parallel.hooks.trainer.checkpoints import record_of
 from hf_parallel.hooks.trl import experimental, online, preferences
 from hf_parallel.hooks.trl import trainers as trl
 from hf_parallel.model.calls import bind_by_name, note_unread_logits
+from hf_parallel.ranks.nested_batches import is_path, open_batches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -133,8 +134,13 @@ def compute_loss(
     """Return the loss as the model or the script computes it, without Trainer's factor for the number of processes."""
     if record_of(self).computes:  # an assigned `compute_loss` calls the one that it has replaced
         return own(model, inputs, *args, **kwargs)
+    if _is_another_batch(self, inputs):
+        whole = replacing(runtime.current(), absent=False)
+        with replacing(record_of(self), step=checkpoints.StepRecord()), whole:
+            return compute_loss(self, own, model, inputs, *args, **kwargs)
     state = runtime.find_parallel_state(model)
     engine = state.pipeline if state is not None and is_own(self) else None
+    inputs, own = _open_batches_for(own, inputs)
     # Read the count now: scripts remove from a batch what they have read.
     items = bind_by_name(Trainer.compute_loss, (self, model, inputs, *args), kwargs).get("num_items_in_batch")
     targets = trl.count_targets_of_mean(self, inputs) if items is None else None
@@ -188,9 +194,37 @@ def compute_loss(
     return weigh(result, first)
 
 
+def _is_another_batch(trainer: Trainer, inputs: Any) -> bool:
+    """Return whether a step of the script's own computes the loss of other examples than those of its ragged batch.
+
+    Such as those of a second loader, of which all are real. A script may have copied the step's batch, or changed
+    parts of it; so that a batch is another one only if it has no matrix of numbers in common with it.
+    """
+    step = record_of(trainer).step
+    if not step.tensors or step.real_rows is None:
+        return False
+    given = [value for value in open_batches(inputs)[0].values() if torch.is_tensor(value)]
+    telling = [one for one in step.tensors if one.ndim > 1 and one.numel() and bool((one != one.flatten()[0]).any())]
+    pairs = ((own, other) for own in telling for other in given if own.shape == other.shape)
+    return bool(telling) and not any(torch.equal(own.to(other), other) for own, other in pairs)
+
+
+def _open_batches_for(own: Callable, inputs: Any) -> tuple[dict, Callable]:
+    """Return a batch of batches as one dictionary, and the script's loss of such a dictionary."""
+    opened, close = open_batches(inputs)
+    if opened is inputs:
+        return inputs, own
+
+    @functools.wraps(own)
+    def compute_own(model: object, part: dict, *args: object, **kwargs: object) -> object:
+        return own(model, close(part), *args, **kwargs)
+
+    return opened, compute_own
+
+
 def _can_schedule(trainer: Trainer, state: ParallelState) -> bool:
     """May the batch be scheduled? Data ranks may have unlike numbers of rows, and must all go the same way."""
-    cut = cut_of(trainer.accelerator.gradient_state)
+    cut = cut_of(OneLoader(record_of(trainer).loader))
     if not torch.is_grad_enabled() or record_of(trainer).step.real_rows is not None:
         return False
     if cut is None or can_cut_alike(cut, state.config):
@@ -224,7 +258,7 @@ def _plan_schedule(
 ) -> Plan | None:
     """Find how the script's loss may be scheduled, which rank 0 tells; it may need whole batches."""
     record, quietly, plan = record_of(trainer), functools.partial(_undo_counts, trainer), None
-    if not trl.needs_whole_batches(trainer):
+    if not trl.needs_whole_batches(trainer) and not any(map(is_path, inputs)):
         counts = not record.weighs
         plan = find_plan(engine, dict(inputs), made, lambda part: call(part)["loss"], quietly, counts=counts)
     verdict = "the script's loss needs whole batches, so the pipeline keeps all activations of a batch"

@@ -17,6 +17,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from transformers.utils import ModelOutput
 
+from hf_parallel.ranks.nested_batches import get_last_name, is_path
+
 #: What a collator gives: tensors by name, and what a script puts beside them.
 Batch: TypeAlias = MutableMapping[str, Any]
 Value = TypeVar("Value")
@@ -39,6 +41,8 @@ def count_examples(batch: Batch, blocks: int = 1) -> int | None:
     if JOINED in batch:
         return int(batch[JOINED].max()) + 1
     sizes = [value.shape[0] for value in batch.values() if torch.is_tensor(value) and value.ndim > 0]
+    if len(set(sizes)) > 1 and any(map(is_path, batch)):  # the batches in it are of unlike sizes
+        return None
     return sizes[0] // blocks if sizes else None
 
 
@@ -101,8 +105,9 @@ def without_targets(batch: Batch, real: int, rows: int) -> dict:
         rows: of a block.
     """
     kept = dict(batch)
-    for key in ("labels", "shift_labels", LABELS_COUNTED):
-        labels = kept.get(key)
+    for key, labels in batch.items():
+        if get_last_name(str(key)) not in ("labels", "shift_labels", LABELS_COUNTED):
+            continue
         if key == "labels" and real == 0 and torch.is_tensor(labels) and labels.ndim == 1:
             kept[LABELS_COUNTED] = torch.full_like(labels, -100)
             continue

@@ -49,6 +49,7 @@ from hf_parallel.monitor.meter import COMPUTE
 from hf_parallel.monitor.profile import Profile
 from hf_parallel.monitor.session import list_known_groups
 from hf_parallel.ranks import desync, messages
+from hf_parallel.ranks.nested_batches import open_batches
 
 if TYPE_CHECKING:
     from torch import nn
@@ -221,6 +222,8 @@ def init(
     self._mixed_mesh_grads = False  # one path for all norms: Accelerator.clip_grad_norm_
     # On the object, so that a subclass's own methods are wrapped as well.
     self.compute_loss = functools.partial(losses.compute_loss, self, self.compute_loss)
+    if type(self).training_step.__module__.partition(".")[0] not in ("transformers", "trl"):
+        self.training_step = functools.partial(run_own_step, self, self.training_step)
     self.prediction_step = functools.partial(evaluation.evaluate_real_rows, self, self.prediction_step)
     self.callback_handler.on_save = functools.partial(checkpoints.on_save, self, self.callback_handler.on_save)
     self.callback_handler.on_evaluate = functools.partial(on_evaluate, self, self.callback_handler.on_evaluate)
@@ -294,7 +297,7 @@ def get_batch_samples(
         batches = evaluation.without_repeats(self, epoch_iterator)
         read = functools.partial(original, self, batches, num_batches, device)
         samples = delayed_steps.read_step(self, epoch_iterator, read)
-    if not self.state.global_step and self.accelerator.gradient_state.active_dataloader is None:
+    if not self.state.global_step and record.loader is None:
         check_unshared_loader(self, samples[0])
     if (active := runtime.current()) is not None:
         active.loop.last = None  # what is repeated is cut off already, for steps of a script's own, too
@@ -346,10 +349,9 @@ def training_step(
     else:
         delayed_steps.announce_steps(self, model, inputs)
     looked_at = bad_numbers.watch_micro_batch(model, inputs, args, kwargs)
-    step = checkpoints.StepRecord()
-    if isinstance(inputs, evaluation.WeighedBatch):  # the batch as it was, and what is known of its rows
-        step = checkpoints.StepRecord(inputs.real_rows, inputs.share)
-        inputs = dict(inputs)
+    step = record_of(self).step if record_of(self).step.tensors else evaluation.describe_batch(inputs)
+    if isinstance(inputs, evaluation.Weighed):  # the batch as it was
+        inputs = dict(inputs) if isinstance(inputs, dict) else list(inputs)
     check_batch(inputs)
     noise = draw_noise_of_examples(self, inputs)
     runtime.compare_batches(model, inputs, "training")
@@ -363,6 +365,21 @@ def training_step(
         if fill is not None and self.accelerator.sync_gradients and (line := fill.end_step()) is not None:
             report.say(f"pipeline_fill=kfac: {line}")
     return loss
+
+
+def run_own_step(
+    self: Trainer, own: Callable, model: PreTrainedModel, inputs: dict, *args: object, **kwargs: object
+) -> object:
+    """Know how many rows of its batch are real, too, in a step of the script's own that need not call Trainer's."""
+    if not isinstance(inputs, evaluation.Weighed):
+        return own(model, inputs, *args, **kwargs)
+    step = evaluation.describe_batch(inputs)
+    step.tensors = [value for value in open_batches(inputs)[0].values() if torch.is_tensor(value)]
+    with (
+        replacing(record_of(self), step=step),
+        replacing(runtime.current(), absent=step.real_rows == 0, in_trainer=True),
+    ):
+        return own(model, inputs, *args, **kwargs)
 
 
 def on_step_end(trainer: Trainer, original: Callable, *args: object, **kwargs: object) -> object:

@@ -1,0 +1,190 @@
+"""Trainers of other projects, read from their checkouts, on tokens that are drawn: unlearning, alignment, attacks.
+
+Each of these projects has a command line of its own with models and data sets of the Hub. What is of interest is their
+subclass of Trainer: its text is taken as it stands but for names that Transformers has no more, and for the arguments
+that Trainer hands to `compute_loss` and `training_step` today.
+"""
+
+import argparse
+import importlib.machinery
+import inspect
+import json
+import sys
+import types
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, set_seed
+
+#: Arguments that Trainer hands on today, and names that Transformers and torch have no more.
+TODAY = (
+    ("inputs, return_outputs=False):", "inputs, return_outputs=False, num_items_in_batch=None):"),
+    ("inputs: Dict[str, Union[torch.Tensor, Any]]\n    ) -> torch", "inputs, num_items_in_batch=None\n    ) -> torch"),
+    ("from transformers.file_utils import is_torch_tpu_available\n", "is_torch_tpu_available = lambda: False\n"),
+    ("is_deepspeed_available,\n", "is_deepspeed_available as _asked,\n"),
+    ("if is_deepspeed_available():", "if False:"),
+    ("import deepspeed\nfrom", "from"),
+    ("isinstance(model, deepspeed.DeepSpeedEngine)", "False"),
+    ("self.do_grad_scaling", "False"),
+    ("self.use_apex", "False"),
+    ("register_backward_hook", "register_full_backward_hook"),
+)
+
+
+def read_module(name: str, path: Path, edits=TODAY) -> types.ModuleType:
+    """Return a project's file as a module of this name, edited."""
+    text = path.read_text()
+    for old, new in edits:
+        text = text.replace(old, new)
+    module = types.ModuleType(name)
+    module.__spec__, module.__file__ = importlib.machinery.ModuleSpec(name, None, is_package=True), str(path)
+    module.__path__ = []
+    sys.modules[name] = module
+    exec(compile(text, str(path), "exec"), module.__dict__)  # the own text of that project
+    return module
+
+
+def unlearning(sources: Path, kind: str):
+    """A method of OpenUnlearning, whose batches are two batches by name."""
+    folder = sources / "open-unlearning" / "src" / "trainer"
+    sys.modules["trainer"] = types.ModuleType("trainer")
+    sys.modules["trainer.unlearn"] = types.ModuleType("trainer.unlearn")
+    for name in ("base", "utils"):
+        read_module(f"trainer.{name}", folder / f"{name}.py")
+    names = {"GradAscent": "grad_ascent", "GradDiff": "grad_diff"}
+    for name in ("base", "grad_diff", names.get(kind, kind.lower())):
+        module = read_module(f"trainer.unlearn.{name}", folder / "unlearn" / f"{name}.py")
+    return getattr(module, kind)
+
+
+def attacked(sources: Path, kind: str):
+    """A trainer of Vaccine or Booster: it disturbs weights or activations within a step."""
+    project = "Vaccine" if kind.startswith("vaccine.") else "Booster"
+    removed = ("from utils import prune_wanda_outlier,SupervisedDataset,prune_with_FI\n", "")
+    if project == "Booster":
+        sys.modules["loss_func"] = types.ModuleType("loss_func")
+        read_module("loss_func.repnoise_loss", sources / project / "loss_func" / "repnoise_loss.py")
+    edits = (*TODAY, removed, ('"batch_size": 4,', '"batch_size": self._train_batch_size,'))
+    return getattr(read_module("own_trainer", sources / project / "trainer.py", edits), kind.partition(".")[2])
+
+
+def forgetting(sources: Path, kind: str):
+    """TOFU's trainer, whose batches are tuples of tensors."""
+    gone = ("evaluate_util", "data_module", "utils", "scipy.stats")
+    lines = (sources / "tofu" / "dataloader.py").read_text().splitlines()
+    edits = [(f"{line}\n", "") for line in lines if line.startswith(tuple(f"from {name} import" for name in gone))]
+    edits += [("import deepspeed\n", ""), ("from transformers.integrations.deepspeed import", "# ")]
+    edits += [("self.e_prepare_deepspeed(self.oracle_model)", "self.oracle_model.eval()")]
+    return getattr(read_module("own_trainer", sources / "tofu" / "dataloader.py", (*TODAY, *edits)), kind)
+
+
+PROJECTS = {"open-unlearning": unlearning, "attacks": attacked, "tofu": forgetting}
+
+
+def tokens(size: int, seed: int, length: int = 33) -> list[dict]:
+    """Rows of unlike lengths, whose first tokens are a question without labels."""
+    generator, rows = torch.Generator().manual_seed(seed), []
+    for number in range(size):
+        ids = torch.randint(5, 500, (length - 3 * (number % 5),), generator=generator).tolist()
+        asked = 2 + number % 4
+        labels = [-100] * asked + ids[asked:]
+        rows.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels})
+    return rows
+
+
+def collate(features):
+    """Pad; a row of rows becomes a batch of batches."""
+    if "input_ids" not in features[0]:
+        return {name: collate([row[name] for row in features]) for name in features[0]}
+    longest, batch = max(len(row["input_ids"]) for row in features), {}
+    for key, filler in (("input_ids", 0), ("attention_mask", 0), ("labels", -100)):
+        batch[key] = torch.tensor([row[key] + [filler] * (longest - len(row[key])) for row in features])
+    return batch
+
+
+def collate_tuples(features):
+    """Pad; each batch in a batch is a tuple of tensors."""
+    batch = collate(features)
+    batches = [batch] if "input_ids" in batch else list(batch.values())
+    found = [tuple(one[key] for key in ("input_ids", "labels", "attention_mask")) for one in batches]
+    return found if len(found) > 1 else found[0]
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows in a list."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+def paired(size: int, alternatives: bool) -> Rows:
+    """A row to forget and a row to keep; for preferences the former with another answer."""
+    forget, keep, other = tokens(size, 1), tokens(size, 2, 29), tokens(size, 3)
+    if alternatives:
+        forget = [{"original": a, "alternate": b} for a, b in zip(forget, other, strict=True)]
+    return Rows([{"forget": a, "retain": b} for a, b in zip(forget, keep, strict=True)])
+
+
+def main():
+    options = argparse.ArgumentParser()
+    for name in ("project", "kind", "model", "output_dir", "sources"):
+        options.add_argument(f"--{name}")
+    options.add_argument("--batch_size", type=int)
+    options.add_argument("--settings", default="{}")
+    options.add_argument("--training", default="{}")
+    options.add_argument("--read", default="{}", help="arguments of training that the project has added")
+    options.add_argument("--lora", action="store_true")
+    args = options.parse_args()
+    set_seed(1)
+    config = AutoConfig.from_pretrained(args.model, pad_token_id=0)
+    model = AutoModelForCausalLM.from_pretrained(args.model, config=config)
+    if args.lora:
+        from peft import LoraConfig, get_peft_model
+
+        targets = ["q_proj", "v_proj", "down_proj"]
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights="gaussian"))
+    arguments = TrainingArguments(
+        args.output_dir,
+        **{
+            "max_steps": 4,
+            "per_device_train_batch_size": args.batch_size,
+            "per_device_eval_batch_size": args.batch_size,
+            "learning_rate": 1e-2,
+            "adam_epsilon": 1e-3,
+            "logging_steps": 1,
+            "report_to": "none",
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "save_strategy": "no",
+            "remove_unused_columns": False,
+            **json.loads(args.training),
+        },
+    )
+    vars(arguments).update(json.loads(args.read))
+    kind, settings = PROJECTS[args.project](Path(args.sources), args.kind), json.loads(args.settings)
+    if settings.get("oracle_model"):
+        settings["oracle_model"] = AutoModelForCausalLM.from_pretrained(args.model, config=config)
+    alone = args.project == "attacks" or args.kind == "CustomTrainer"
+    trainer = kind(
+        model=model,
+        args=arguments,
+        train_dataset=Rows(tokens(30, 1)) if alone else paired(30, args.kind == "DPO"),
+        eval_dataset=Rows(tokens(11, 4)),
+        data_collator=collate_tuples if args.project == "tofu" else collate,
+        **settings,
+    )
+    if hasattr(kind, "init"):
+        trainer.init(model if "model" in inspect.signature(kind.init).parameters else Rows(tokens(16, 5)))
+    trainer.train()
+    if args.kind != "CustomTrainerForgetting":  # which has questions of its own
+        trainer.evaluate(Rows(tokens(11, 4)))
+    trainer.save_model(args.output_dir)
+
+
+main()

@@ -1,0 +1,78 @@
+"""Steps of a script's own that never call Trainer's, with one loader or with a second one of other examples."""
+
+import pytest
+from torch.utils.data import DataLoader, RandomSampler
+from transformers import Trainer
+
+from tests import models
+from tests.rows import Rows
+from tests.training import Outcome, activate, fit, trainer_of
+
+
+class OwnStep(Trainer):
+    """As those of adversarial trainings, which go back several times in a step."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        loss = self.compute_step(model, self._prepare_inputs(inputs))
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+    def compute_step(self, model, inputs):
+        return self.compute_loss(model, inputs)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        loss = outputs.loss + outputs.logits[:, 0].square().mean()  # over targets, and over examples
+        return (loss, outputs) if return_outputs else loss
+
+
+class PreparedFirst(OwnStep):
+    """Calls Trainer's own with a batch that it has prepared, which is another object."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return Trainer.training_step(self, model, self._prepare_inputs(inputs), num_items_in_batch)
+
+
+class SecondLoader(OwnStep):
+    """Reads a second loader in each step, which ends before the first one and begins anew."""
+
+    batches = None
+
+    def compute_step(self, model, inputs):
+        if self.batches is None:
+            others = Rows(16, 12)
+            size = self.args.per_device_train_batch_size
+            loader = DataLoader(others, size, sampler=RandomSampler(others), collate_fn=self.data_collator)
+            self.loader = self.accelerator.prepare(loader)
+            self.batches = iter(self.loader)
+        batch = next(self.batches, None)
+        if batch is None:
+            self.batches = iter(self.loader)
+            batch = next(self.batches)
+        return self.compute_loss(model, inputs) + self.compute_loss(model, batch) / 2
+
+
+KINDS = {"own": OwnStep, "prepared": PreparedFirst, "second": SecondLoader}
+
+
+def train(spec: str | None, out: str, kind: str) -> Outcome:
+    """Four steps, of which the last is ragged: of 30 rows, on four data ranks, one has none."""
+    data_ranks = activate(spec)
+    settings = {"per_device_train_batch_size": 8 // data_ranks}
+    return fit(*trainer_of(models.build("llama"), out, data_ranks, settings, KINDS[kind], train_dataset=Rows(30, 11)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [
+        ("own", "dp_shard=2"),
+        ("own", "pp=2,dp_shard=2"),
+        ("prepared", "dp_shard=4"),
+        ("second", "dp_shard=2"),
+        ("second", "dp_shard=4"),
+        ("second", "pp=2,dp_shard=2"),
+    ],
+)
+def test_a_step_of_its_own_counts_each_example_once(runs, kind, spec):
+    runs.compare(train, spec, kind)
