@@ -78,7 +78,10 @@ def write(spec: str | None, folder: str, out: str, kind: str = "AdamW") -> list:
     torch.save(inner.state_dict(), f"{out}/all.pt")
     whole = torch.load(f"{out}/all.pt", weights_only=True)  # each rank finds it
     assert not {type(value) for value in whole.values()} - {torch.Tensor}
-    found += go_on(accelerator, model, optimizer, scheduler, batches[SAVED:])
+    found += go_on(accelerator, model, optimizer, scheduler, batches[SAVED:-1])
+    if accelerator.is_main_process:  # while the others come to their next step
+        torch.save({"model": inner.state_dict(), "optimizer": optimizer.state_dict()}, f"{out}/amid.pt")
+    found += go_on(accelerator, model, optimizer, scheduler, batches[-1:])
     if accelerator.is_main_process:  # while the others end
         save_file(unalias(inner.state_dict()), f"{out}/last.safetensors")
     accelerator.end_training()
