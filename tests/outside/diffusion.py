@@ -34,18 +34,14 @@ UNCONDITIONAL = (
         "torch.manual_seed(1)\n    logging_dir = os.path.join(args.output_dir",
     ),
 )
-#: The average of sharded weights is made when they are, and all ranks save their state.
-ON_ALL_RANKS = (
+#: The average of sharded weights is made when they are.
+LATE_AVERAGE = (
     *UNCONDITIONAL,
     ("    # Create EMA for the model.\n    if args.use_ema:\n", "    def average():\n"),
     ("        ema_model = EMAModel(\n", "        return EMAModel(\n"),
     (
         "    if args.use_ema:\n        ema_model.to(",
         "    if args.use_ema:\n        ema_model = average()\n        ema_model.to(",
-    ),
-    (
-        "                if accelerator.is_main_process:\n                    if global_step %",
-        "                if True:\n                    if global_step %",
     ),
 )
 DIFFUSION = {
@@ -54,7 +50,7 @@ DIFFUSION = {
         "--dataset_name ROOT/media/classes-full --output_dir OUT --resolution 16 --train_batch_size ROWS --num_epochs "
         "1 --learning_rate 1e-3 --adam_epsilon 1e-3 --lr_warmup_steps 0 --logger none --eval_batch_size 2 "
         f"--ddpm_num_inference_steps 2 --checkpointing_steps 2 {more}",
-        edits=ON_ALL_RANKS,
+        edits=LATE_AVERAGE,
     )
     for name, more in {"": "", ", averaged": "--use_ema"}.items()
 }
