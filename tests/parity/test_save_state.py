@@ -132,7 +132,7 @@ def in_any_order(
         for batch in accelerator.skip_first_batches(loader, done) if done else loader:
             if draws:
                 labels = batch["labels"]
-                batch["labels"] = labels.masked_fill(torch.rand(labels.shape) < 0.3, -100)
+                batch["labels"] = labels.masked_fill(torch.rand(labels.shape, device=labels.device) < 0.3, -100)
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
                 take_step(accelerator, model, optimizer, loss, math.inf)
