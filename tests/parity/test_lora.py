@@ -84,6 +84,11 @@ def test_second_adapter_and_zero_start(runs):
     runs.check(Script(lora=settings, second_adapter=True), "tp=2,pp=2")
 
 
+def test_second_adapter_with_magnitudes(runs):
+    """DoRA's norms of a second adapter: of the layers of other stages there are none."""
+    runs.check(Script(lora=lora(("q_proj", "down_proj"), use_dora=True), second_adapter=True), "pp=2")
+
+
 def train_in_turn(spec, initial, out):
     """Two adapters of other sizes in one model: the second is trained, then the first."""
     from peft import LoraConfig
