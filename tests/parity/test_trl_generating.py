@@ -147,7 +147,5 @@ def evaluate_stream(model: str, out: str) -> None:
 
 
 def test_evaluation_of_a_stream_is_refused(trl_runs):
-    with pytest.raises(
-        RankFailure, match="eval_dataset without a length.*2 data ranks.*a Dataset works"
-    ):
+    with pytest.raises(RankFailure, match="eval_dataset without a length.*2 data ranks.*a Dataset works"):
         run(partial(evaluate_stream, trl_runs.model("llama"), trl_runs.out()), 2, init=False)
