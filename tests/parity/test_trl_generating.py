@@ -131,3 +131,21 @@ def test_what_cannot_hold_is_refused(trl_runs, kind, spec, settings, more, messa
     call = partial(trl_scripts.generating, kind, model, trl_runs.out(), spec, settings, **more)
     with pytest.raises(RankFailure, match=f"{kind}Trainer with {message}"):
         run(call, 2, init=False)
+
+
+def evaluate_stream(model: str, out: str) -> None:
+    """A trainer that is given a data set without a length when it evaluates."""
+    import datasets
+    import trl
+
+    activate("dp_shard=2")
+    prompts = datasets.Dataset.from_dict({"prompt": ["a", "b", "c"]})
+    sizes = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "num_generations": 2}
+    arguments = trl.RLOOConfig(out, report_to="none", bf16=False, use_cpu=True, max_completion_length=2, **sizes)
+    trainer = trl.RLOOTrainer(model, rollouts.reward, arguments, prompts)
+    trainer.evaluate(prompts.to_iterable_dataset())
+
+
+def test_evaluation_of_a_stream_is_refused(trl_runs):
+    with pytest.raises(RankFailure, match="eval_dataset without a length.*2 data ranks.*a Dataset works"):
+        run(partial(evaluate_stream, trl_runs.model("llama"), trl_runs.out()), 2, init=False)

@@ -152,7 +152,12 @@ def remove_late_parameters(root: nn.Module, changed: Iterable[nn.Module] = ()) -
     for unit in iterate_sharded_modules(root):
         here = {id(module) for module in _iterate_own_modules(cast(nn.Module, unit))} - gone
         for group in get_groups_of(unit):
-            group.fsdp_params[:] = [held for held in group.fsdp_params if id(held._module_info.module) in here]
+            places = [(held, held._module_info) for held in group.fsdp_params]
+            group.fsdp_params[:] = [
+                held
+                for held, place in places
+                if id(place.module) in here and place.param_name in place.module._parameters
+            ]
             renew_group(group)
 
 

@@ -139,6 +139,9 @@ def start_from_all_layers(original: Callable, self: FrodModel, config: PeftConfi
 def first_magnitudes(original: Callable, self: DoraLinearLayer, *, base_layer: nn.Module, **kwargs: object) -> None:
     """Start DoRA from the norms of whole rows of the base."""
     weight = base_layer.weight
+    if weight.is_meta:  # of another stage: a second adapter's factors have values, the first one's have none
+        factors = {name: kwargs[name] for name in ("lora_A", "lora_B")}
+        kwargs |= {name: factor.to("meta") for name, factor in factors.items() if isinstance(factor, torch.Tensor)}
     if not isinstance(weight, DTensor):
         original(self, base_layer=base_layer, **kwargs)
         return

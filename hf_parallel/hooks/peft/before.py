@@ -163,17 +163,6 @@ def check_copies(model: nn.Module, names: Collection[str], mesh: ParallelMesh) -
         refuse("modules_to_save", "two stages hold the tied embedding", "pp_size=1")
 
 
-@patch("peft.tuners.tuners_utils:BaseTuner.delete_adapter", "FSDP2 would keep what is deleted")
-def refuse_deleting(original: Callable, self: BaseTuner, *args: object, **kwargs: object) -> object:
-    """Refuse `delete_adapter`, because FSDP2 keeps the parameters that it has taken in."""
-    if runtime.find_parallel_state(self.model) is None:
-        return original(self, *args, **kwargs)
-    raise NotImplementedError(
-        "hf_parallel: delete_adapter on a parallel model is not part of this version; save the adapters, then "
-        "delete it in one process"
-    )
-
-
 # ---- PEFT: adapters that started from factors of the base (PiSSA, OLoRA), saved as LoRA of the base as it was
 # With A₀ and B₀ the adapter as it started, its file holds [A; A₀] and [B, -B₀], of twice the rank: B A - B₀ A₀.
 

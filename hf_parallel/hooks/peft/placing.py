@@ -168,7 +168,7 @@ def delta_weight(
     weight = self.get_param() if hasattr(self, "get_param") else self.get_base_layer().weight
     if not isinstance(weight, DTensor):  # also in a forward that adds it to a gathered weight
         return original(self, adapter)
-    with _hold_whole_adapter(self, adapter):
+    with hold_whole_adapter(self, adapter):
         delta = original(self, adapter).detach()
     if isinstance(delta, DTensor):  # a wrapper of a weight asks as a linear does
         return delta
@@ -191,7 +191,7 @@ def merge_layer(original: Callable, self: LoraLayer, *args: object, **kwargs: ob
         return
     with contextlib.ExitStack() as stack:
         for adapter in self.lora_A:
-            stack.enter_context(_hold_whole_adapter(self, adapter))
+            stack.enter_context(hold_whole_adapter(self, adapter))
         stack.enter_context(_gather_parameter(base, "weight"))
         original(self, *args, **kwargs)
         changed = base.weight.detach()
@@ -200,7 +200,7 @@ def merge_layer(original: Callable, self: LoraLayer, *args: object, **kwargs: ob
 
 
 @contextlib.contextmanager
-def _hold_whole_adapter(layer: nn.Module, adapter: str) -> Iterator[None]:
+def hold_whole_adapter(layer: nn.Module, adapter: str) -> Iterator[None]:
     """Hold whole A and B of a layer, and DoRA's magnitudes, in the `with`. Collective over the ranks of its stage."""
     with contextlib.ExitStack() as stack:
         for name in ("lora_A", "lora_B", "lora_magnitude_vector"):

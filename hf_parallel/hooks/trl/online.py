@@ -8,9 +8,9 @@ padded and shuffled over the global batch, so that each micro-batch holds the ro
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,8 @@ def check_online_trainer(
     old = args.use_vllm and read_library_version("trl") < Version("1.16")
     packed = args.use_vllm and getattr(model, "is_quantized", False)
     tools = getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None)
+    if data_ranks > 1 and any(one is not None and not has_length(one) for one in eval_datasets):
+        _refuse_without_length(trainer, data_ranks)
     refusals = [
         (old, "use_vllm=True", "TRL before 1.16 speaks another protocol to its server", "trl 1.16"),
         (
@@ -78,12 +80,6 @@ def check_online_trainer(
         (getattr(args, "cast_lm_head_to_fp32", False), "cast_lm_head_to_fp32=True", "it replaces the head", "False"),
         (tools, "tools or environments", "ranks would call them different numbers of times", "reward functions alone"),
         (getattr(trainer, "rollout_func", None), "rollout_func", "ranks would roll out apart", "TRL's own generation"),
-        (
-            data_ranks > 1 and any(one is not None and not has_length(one) for one in eval_datasets),
-            "an eval_dataset without a length",
-            several + "its last batch would count rows twice",
-            "a Dataset",
-        ),
         (trainer._is_vlm, "a processor of images", "images are not shared out", "a tokenizer"),
         (
             data_ranks > 1 and getattr(trainer, "aux_loss_enabled", False),
@@ -101,6 +97,11 @@ def check_online_trainer(
     for asked, spelled, why, works in refusals:
         if asked:
             refuse(f"{type(trainer).__name__} with {spelled}", why, works)
+
+
+def _refuse_without_length(trainer: Trainer, data_ranks: int) -> NoReturn:
+    what = f"{type(trainer).__name__} with an eval_dataset without a length"
+    refuse(what, f"with {data_ranks} data ranks, its last batch would count rows twice", "a Dataset")
 
 
 def _check_distillation(args: DistillationConfig) -> None:
@@ -189,10 +190,13 @@ def generate_and_score(
     record.upcoming = inputs[0].pop(servers.NEXT_ROWS, None)  # no reward function sees the rows after these
     # The rows of each data rank's batch that are not repeats; None if all are real, as in training.
     real, mesh, state, rows = None, runtime.mesh(), self.accelerator.gradient_state, len(inputs)
-    if not self.model.training and mesh.data_size > 1 and state.end_of_dataloader:
+    if not self.model.training and mesh.data_size > 1:
         batches = state.active_dataloader.batch_sampler
         while hasattr(batches, "batch_sampler"):
             batches = batches.batch_sampler
+        if not isinstance(batches.sampler, Sized):
+            _refuse_without_length(self, mesh.data_size)
+    if not self.model.training and mesh.data_size > 1 and state.end_of_dataloader:
         # The sampler repeats what the data set has once.
         left = 0 if batches.drop_last else len(batches.sampler) % (rows * mesh.data_size)
         real = [max(0, min(rows, left - rank * rows)) for rank in range(mesh.data_size)] if left else None

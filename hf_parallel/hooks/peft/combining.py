@@ -1,0 +1,131 @@
+"""PEFT: adapters that are computed from others (`add_weighted_adapter`), and adapters that are taken away again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.data.parameters import remove_late_parameters
+from hf_parallel.axes.data.units import iterate_sharded_modules
+from hf_parallel.hooks import runtime
+from hf_parallel.hooks.patching import patch, replacing
+from hf_parallel.hooks.peft.placing import AdapterState, hold_whole_adapter, place_in_base
+from hf_parallel.hooks.peft.whole import has_whole_adapters
+from hf_parallel.model.calls import bind_by_name
+
+if TYPE_CHECKING:
+    from peft import LoraModel, PeftModel
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTuner
+
+
+@patch("peft.tuners.lora.model:LoraModel.add_weighted_adapter", "combines shards, and leaves the result whole")
+def add_weighted_adapter(
+    original: Callable, self: LoraModel, adapters: list[str], *args: object, **kwargs: object
+) -> None:
+    """Combine whole adapters on each rank, alike on all of them, and split the result. Collective."""
+    state = runtime.find_parallel_state(self.model)
+    if state is None:
+        original(self, adapters, *args, **kwargs)
+        return
+    given = bind_by_name(original, (self, adapters, *args), kwargs)
+    name, kind = str(given["adapter_name"]), str(given.get("combination_type", "svd"))
+    if name in self.peft_config:
+        return
+    what = f"add_weighted_adapter with combination_type={kind}"
+    if has_whole_adapters(state):
+        refuse(what, "of adapters that data ranks keep whole", do="combine them in one process")
+    if any(getattr(config, "target_parameters", None) for config in self.peft_config.values()):
+        refuse(what, "of adapters with target_parameters", do="combine them in one process")
+    if "dare" in kind and state.mesh.size("pp") > 1:
+        refuse(f"{what} under pp_size={state.mesh.size('pp')}", "each stage would draw for its own layers", "linear")
+    for module in iterate_sharded_modules(state.root):
+        module.reshard()  # what was gathered for a pass would hide what is stored
+    layers = _list_lora_layers(self)
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            for adapter in adapters:
+                stack.enter_context(hold_whole_adapter(layer, adapter))
+            stack.enter_context(_show_whole_delta(layer))
+        original(self, adapters, *args, **kwargs)
+    for layer in layers:
+        _send_factors(layer, name, state.mesh.device)
+    place_in_base(self.model, state)
+
+
+def _list_lora_layers(tuner: BaseTuner) -> list[LoraLayer]:
+    """Return the layers with adapters that are stored here: those of other stages have no values."""
+    from peft.tuners.lora import LoraLayer
+
+    layers = [module for module in tuner.model.modules() if isinstance(module, LoraLayer)]
+    return [layer for layer in layers if not any(p.is_meta for p in layer.get_base_layer().parameters())]
+
+
+@contextlib.contextmanager
+def _show_whole_delta(layer: LoraLayer) -> Iterator[None]:
+    """Let `get_delta_weight` return the whole of s B A, for the singular values of all of it."""
+    compute = layer.get_delta_weight
+
+    def whole(*args: object) -> torch.Tensor:
+        delta = compute(*args)
+        return delta.full_tensor() if isinstance(delta, DTensor) else delta
+
+    with replacing(layer, get_delta_weight=whole):
+        yield
+
+
+def _send_factors(layer: LoraLayer, adapter: str, device: torch.device) -> None:
+    """Give all ranks the first one's factors, because devices may factorise in ways of their own; contiguous ones."""
+    weight = getattr(layer.get_base_layer(), "weight", None)
+    groups = weight.device_mesh.get_all_groups() if isinstance(weight, DTensor) else []
+    for held in (layer.lora_A, layer.lora_B, layer.lora_embedding_A, layer.lora_embedding_B):
+        if adapter in held:
+            factor = getattr(held[adapter], "weight", held[adapter])
+            factor.data = factor.data.to(device).contiguous()
+            for group in groups:
+                dist.broadcast(factor.data, group=group, group_src=0)
+
+
+@patch("peft.tuners.tuners_utils:BaseTuner.delete_adapter", "leaves what is deleted to FSDP2")
+def delete_adapter(original: Callable, self: BaseTuner, *args: object, **kwargs: object) -> object:
+    """Delete an adapter, and let FSDP2 forget its parameters.
+
+    Raises:
+        NotImplementedError: data ranks keep the adapters whole, or it has copies of modules beside it.
+    """
+    state = runtime.find_parallel_state(self.model)
+    if state is None:
+        return original(self, *args, **kwargs)
+    name = bind_by_name(original, (self, *args), kwargs)["adapter_name"]
+    copies = getattr(self.peft_config.get(name), "modules_to_save", None)
+    if has_whole_adapters(state) or copies:
+        raise NotImplementedError(
+            f"hf_parallel: delete_adapter({name!r}) on a parallel model is not part of this version for "
+            f"{'modules_to_save' if copies else 'methods other than LoRA'}; save the adapters, then delete it in one "
+            "process"
+        )
+    for module in iterate_sharded_modules(state.root):
+        module.reshard()
+    result = original(self, *args, **kwargs)
+    if state.pipeline is not None:
+        state.pipeline.services.adapters = AdapterState(self.model)
+    if state.mesh.config.sharing_size > 1:
+        remove_late_parameters(state.root)
+    return result
+
+
+@patch("peft.tuners.lora.conversion:{convert_to_lora,save_as_lora}", "converts the layers of one stage", copies=True)
+def convert(original: Callable, *args: object, **kwargs: object) -> object:
+    """Refuse to convert adapters to LoRA under `pp`, where each stage would give its own layers alone."""
+    model: PeftModel = bind_by_name(original, args, kwargs)["model"]
+    state = runtime.find_parallel_state(model.get_base_model() if hasattr(model, "get_base_model") else model)
+    if state is not None and state.pipeline is not None:
+        why = "each stage would convert its own layers alone"
+        refuse(f"{original.__name__} under pp_size={state.mesh.size('pp')}", why, "pp_size=1")
+    return original(*args, **kwargs)

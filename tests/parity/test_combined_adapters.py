@@ -1,0 +1,96 @@
+"""Adapters that are computed from others (`add_weighted_adapter`) and train on, and adapters that are deleted."""
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from tests import models
+from tests.distributed import RankFailure, run
+from tests.rows import data
+from tests.training import Outcome, activate, axes, check_numbers, fit, trainer_of
+
+#: Weights of all cuts: columns, rows, and the embedding.
+TARGETS = ["q_proj", "o_proj", "down_proj", "embed_tokens"]
+#: Kinds of combinations, and what they are given; odd ranks.
+KINDS = {
+    "linear": {},
+    "cat": {},
+    "svd": {"svd_rank": 3},
+    "ties": {"density": 0.5},
+    "dare_linear": {"density": 0.5},
+    "magnitude_prune_svd": {"density": 0.5, "svd_rank": 3, "svd_clamp": 0.9},
+}
+SPECS = ["dp_shard=2", "tp=2", "pp=2", "dp_shard=2,tp=2", "dp_shard=2,pp=2"]
+PAIRS = [(kind, spec) for kind in KINDS for spec in SPECS if "dare" not in kind or "pp" not in spec]
+
+
+def start(spec, folder):
+    """A base with two adapters, of which the first one is active."""
+    data_ranks = activate(spec)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(models.SEED)
+    config = {"r": 3, "lora_alpha": 8, "target_modules": TARGETS, "init_lora_weights": False}
+    model = get_peft_model(model, LoraConfig(**config))
+    model.add_adapter("second", LoraConfig(**config))
+    return model, data_ranks
+
+
+def train(model, out, data_ranks, folder=None) -> Outcome:
+    return fit(*trainer_of(model, out, data_ranks, train_dataset=data("odd", 14, 11)), folder)
+
+
+def combine(spec, out, folder, kind) -> Outcome:
+    model, data_ranks = start(spec, folder)
+    losses = []
+    # What training rounds turns the factors of singular values that lie close together.
+    for adapter in () if "svd" in kind else ("default", "second"):
+        model.set_adapter(adapter)
+        losses += [log["loss"] for log in train(model, out, data_ranks).logs]
+    model.add_weighted_adapter(["default", "second"], [0.7, -0.4], "mixed", combination_type=kind, **KINDS[kind])
+    model.set_adapter("mixed")
+    outcome = train(model, out, data_ranks)
+    model.save_pretrained(f"{out}/saved", selected_adapters=["mixed"])
+    outcome.folder, outcome.more = f"{out}/saved/mixed", losses
+    return outcome
+
+
+@pytest.mark.parametrize(("kind", "spec"), PAIRS)
+def test_combined_as_in_one_process(runs, kind, spec):
+    folder = runs.initial("odd")
+    ranks, reference = runs.compare(combine, spec, folder, kind), runs.alone(combine, folder, kind)
+    check_numbers([rank.more for rank in ranks], reference.more)
+
+
+def delete(spec, out, folder) -> Outcome:
+    """Delete the adapter that was trained last, and train the other one."""
+    model, data_ranks = start(spec, folder)
+    model.set_adapter("second")
+    train(model, out, data_ranks)
+    model.delete_adapter("second")
+    model.set_adapter("default")
+    return train(model, out, data_ranks, f"{out}/saved")
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_deleted_as_in_one_process(runs, spec):
+    for rank in runs.compare(delete, spec, runs.initial("odd")):
+        assert not any("second" in key for key in rank.gradient_keys[-1])
+
+
+def draw(spec, folder):
+    start(spec, folder)[0].add_weighted_adapter(["default"], [1.0], "new", combination_type="dare_ties", density=0.5)
+
+
+def convert(spec, folder):
+    model, _ = start(spec, folder)
+    peft.convert_to_lora(model, rank=2)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"), [(draw, "dare_ties.*pp_size=2.*linear works"), (convert, "pp_size=1 works")]
+)
+def test_what_a_stage_alone_would_do_is_refused(runs, call, said):
+    with pytest.raises(RankFailure, match=said):
+        run(call, axes("pp=2")["world"], "pp=2", runs.initial("odd"), init=False)
