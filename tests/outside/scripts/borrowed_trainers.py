@@ -64,7 +64,11 @@ def attacked(sources: Path, kind: str):
     if project == "Booster":
         sys.modules["loss_func"] = types.ModuleType("loss_func")
         read_module("loss_func.repnoise_loss", sources / project / "loss_func" / "repnoise_loss.py")
-    edits = (*TODAY, removed, ('"batch_size": 4,', '"batch_size": self._train_batch_size,'))
+    edits = (
+        *TODAY,
+        removed,
+        *((f'"batch_size": {size},', '"batch_size": self._train_batch_size,') for size in (4, 5, 10)),
+    )
     return getattr(read_module("own_trainer", sources / project / "trainer.py", edits), kind.partition(".")[2])
 
 
