@@ -85,9 +85,7 @@ def train(spec: str | None, out: str, kind: str) -> Outcome:
     ("kind", "spec"),
     [
         ("own", "dp_shard=2"),
-        ("own", "pp=2,dp_shard=2"),
         ("prepared", "dp_shard=4"),
-        ("second", "dp_shard=2"),
         ("second", "dp_shard=4"),
         ("second", "pp=2,dp_shard=2"),
     ],
@@ -100,7 +98,6 @@ def test_a_step_of_its_own_counts_each_example_once(runs, kind, spec):
     ("kind", "spec", "words"),
     [
         ("penalty", "dp_shard=2", "p.grad.add_.* before the optimizer's step works"),
-        ("penalty", "tp=2", "p.grad.add_.* before the optimizer's step works"),
         ("place", "pp=2", "keeps no output 1; call the model without labels"),
     ],
 )
