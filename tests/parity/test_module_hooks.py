@@ -27,7 +27,6 @@ def hook(folder: str, spec: str) -> tuple[list[str], list[int]]:
         ("tp=2", "1/2 of the tokens under tp_size=2"),
         ("tp=2,sequence_parallel=false", None),
         ("cp=2", "1/2 of the tokens under cp_size=2"),
-        ("pp=2", "a micro-batch at a time"),
     ],
 )
 def test_a_hook_that_sees_a_part_is_told_of_once(runs, spec, said):

@@ -87,7 +87,6 @@ def train(spec: str | None, out: str, kind: str) -> Outcome:
         ("own", "dp_shard=2"),
         ("prepared", "dp_shard=4"),
         ("second", "dp_shard=4"),
-        ("second", "pp=2,dp_shard=2"),
     ],
 )
 def test_a_step_of_its_own_counts_each_example_once(runs, kind, spec):
