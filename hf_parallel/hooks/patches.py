@@ -14,6 +14,7 @@ from hf_parallel.hooks import (  # noqa: F401
     front_ends,
     loading,
     model_parts,
+    module_hooks,
     monitoring,
     own_files,
     own_loops,

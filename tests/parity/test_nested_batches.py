@@ -90,8 +90,6 @@ def train(spec: str | None, out: str, kind: str) -> Outcome:
         ("ascent", "dp_shard=2,cp=2"),
         ("ascent", "pp=2"),
         ("places", "dp_shard=4"),
-        ("places", "pp=2"),
-        ("places", "dp_shard=2,tp=2"),
     ],
 )
 def test_a_batch_of_batches_gives_the_numbers_of_one_process(runs, kind, spec):

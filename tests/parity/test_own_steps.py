@@ -1,10 +1,12 @@
 """Steps of a script's own that never call Trainer's, with one loader or with a second one of other examples."""
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, RandomSampler
 from transformers import Trainer
 
 from tests import models
+from tests.distributed import RankFailure, run
 from tests.rows import Rows
 from tests.training import Outcome, activate, fit, trainer_of
 
@@ -53,7 +55,23 @@ class SecondLoader(OwnStep):
         return self.compute_loss(model, inputs) + self.compute_loss(model, batch) / 2
 
 
-KINDS = {"own": OwnStep, "prepared": PreparedFirst, "second": SecondLoader}
+class Penalty(OwnStep):
+    """Adds the distance to former weights in place."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = model(**inputs).loss
+        loss += 0.1 * sum(torch.sum((p - p.detach() / 2) ** 2) for p in model.parameters())
+        return loss
+
+
+class LogitsByPlace(OwnStep):
+    """Reads what a training step of a pipeline does not keep."""
+
+    def compute_step(self, model, inputs):
+        return model(**inputs)[1].mean()
+
+
+KINDS = {"own": OwnStep, "prepared": PreparedFirst, "second": SecondLoader, "penalty": Penalty, "place": LogitsByPlace}
 
 
 def train(spec: str | None, out: str, kind: str) -> Outcome:
@@ -67,12 +85,21 @@ def train(spec: str | None, out: str, kind: str) -> Outcome:
     ("kind", "spec"),
     [
         ("own", "dp_shard=2"),
-        ("own", "pp=2,dp_shard=2"),
         ("prepared", "dp_shard=4"),
-        ("second", "dp_shard=2"),
         ("second", "dp_shard=4"),
-        ("second", "pp=2,dp_shard=2"),
     ],
 )
 def test_a_step_of_its_own_counts_each_example_once(runs, kind, spec):
     runs.compare(train, spec, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "words"),
+    [
+        ("penalty", "dp_shard=2", "p.grad.add_.* before the optimizer's step works"),
+        ("place", "pp=2", "keeps no output 1; call the model without labels"),
+    ],
+)
+def test_what_a_step_cannot_have_is_said_in_words(tmp_path, kind, spec, words):
+    with pytest.raises(RankFailure, match=words):
+        run(train, 2, spec, str(tmp_path), kind, init=False)

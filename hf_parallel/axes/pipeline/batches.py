@@ -138,6 +138,9 @@ Result = TypeVar("Result")
 Gradients = list[torch.Tensor | None]
 
 
+_KEEPS_NO = "hf_parallel: a pipelined training step keeps no {}; call the model without labels to get logits"
+
+
 @dataclass
 class PipelineLoss(ModelOutput):
     """Output of a scheduled step: the loss alone, as logits of past micro-batches are freed on the way."""
@@ -150,9 +153,13 @@ class PipelineLoss(ModelOutput):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise AttributeError(
-            f"hf_parallel: a pipelined training step keeps no {name}; call the model without labels to get logits"
-        )
+        raise AttributeError(_KEEPS_NO.format(name))
+
+    def __getitem__(self, k: Any) -> Any:
+        try:
+            return super().__getitem__(k)
+        except (IndexError, KeyError) as error:  # such as logits, by their place
+            raise type(error)(_KEEPS_NO.format(f"output {k!r}")) from None
 
 
 def refuse_partial_outputs(config: PretrainedConfig, batch: Batch, balances: bool) -> None:

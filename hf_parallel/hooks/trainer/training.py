@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -69,6 +70,9 @@ if TYPE_CHECKING:
 
 #: The exit code by which a shell reports that SIGTERM ended a process.
 EXIT_CODE = 128 + signal.SIGTERM
+#: Where torch's tensors that are cut over ranks are, and how it says that they do not mix with others.
+_DTENSOR = "torch.distributed.tensor"
+_MIXED = ("got mixed torch.Tensor and DTensor", "on inputs with different meshes")
 #: The ends of the names of metrics that always differ between ranks.
 _SPEEDS = ("_runtime", "_per_second", "_time")
 
@@ -359,7 +363,8 @@ def training_step(
     now = replacing(runtime.current(), absent=step.real_rows == 0, in_trainer=True)
     small = monitoring.measure_small_batch(inputs, step.real_rows)
     timed = monitoring.measure_phase(COMPUTE)
-    with looked_at, noise, replacing(record_of(self), step=step), now, _record_timeline(self), timed, small:
+    mixed = explain_mixed_tensors()
+    with mixed, looked_at, noise, replacing(record_of(self), step=step), now, _record_timeline(self), timed, small:
         loss = original(self, model, inputs, *args, **kwargs)
         # Gradients are preconditioned after the last batch of their step, before Trainer clips them.
         if fill is not None and self.accelerator.sync_gradients and (line := fill.end_step()) is not None:
@@ -367,15 +372,41 @@ def training_step(
     return loss
 
 
+@contextlib.contextmanager
+def explain_mixed_tensors() -> Iterator[None]:
+    """Say in words why a step of the script cannot compute with weights, of which this rank stores a part, and others.
+
+    torch stops with the name of an operation, or with an assertion that says nothing.
+
+    Raises:
+        NotImplementedError: in the place of torch's error.
+    """
+    try:
+        yield
+    except (RuntimeError, AssertionError) as error:
+        frames = list(traceback.walk_tb(error.__traceback__))
+        bare = isinstance(error, AssertionError) and frames[-1][0].f_globals.get("__name__", "").startswith(_DTENSOR)
+        if isinstance(error, NotImplementedError) or not (bare or any(words in str(error) for words in _MIXED)):
+            raise
+        raise NotImplementedError(
+            "hf_parallel: the step computes with weights and other tensors in one operation, as a loss with a penalty "
+            "of weights does; ranks store parts of weights, which do not mix with whole tensors: p.grad.add_(…) "
+            "before the optimizer's step works, and so does a decay in the optimizer (docs/idioms.md); torch says "
+            f"{error!r}"
+        ) from error
+
+
 def run_own_step(
     self: Trainer, own: Callable, model: PreTrainedModel, inputs: dict, *args: object, **kwargs: object
 ) -> object:
     """Know how many rows of its batch are real, too, in a step of the script's own that need not call Trainer's."""
     if not isinstance(inputs, evaluation.Weighed):
-        return own(model, inputs, *args, **kwargs)
+        with explain_mixed_tensors():
+            return own(model, inputs, *args, **kwargs)
     step = evaluation.describe_batch(inputs)
     step.tensors = [value for value in open_batches(inputs)[0].values() if torch.is_tensor(value)]
     with (
+        explain_mixed_tensors(),
         replacing(record_of(self), step=step),
         replacing(runtime.current(), absent=step.real_rows == 0, in_trainer=True),
     ):

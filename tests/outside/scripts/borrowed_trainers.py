@@ -64,7 +64,11 @@ def attacked(sources: Path, kind: str):
     if project == "Booster":
         sys.modules["loss_func"] = types.ModuleType("loss_func")
         read_module("loss_func.repnoise_loss", sources / project / "loss_func" / "repnoise_loss.py")
-    edits = (*TODAY, removed, ('"batch_size": 4,', '"batch_size": self._train_batch_size,'))
+    edits = (
+        *TODAY,
+        removed,
+        *((f'"batch_size": {size},', '"batch_size": self._train_batch_size,') for size in (4, 5, 10)),
+    )
     return getattr(read_module("own_trainer", sources / project / "trainer.py", edits), kind.partition(".")[2])
 
 
@@ -92,19 +96,19 @@ def tokens(size: int, seed: int, length: int = 33) -> list[dict]:
     return rows
 
 
-def collate(features):
+def collate(features, least=0):
     """Pad; a row of rows becomes a batch of batches."""
     if "input_ids" not in features[0]:
-        return {name: collate([row[name] for row in features]) for name in features[0]}
-    longest, batch = max(len(row["input_ids"]) for row in features), {}
+        return {name: collate([row[name] for row in features], least) for name in features[0]}
+    longest, batch = max(least, *(len(row["input_ids"]) for row in features)), {}
     for key, filler in (("input_ids", 0), ("attention_mask", 0), ("labels", -100)):
         batch[key] = torch.tensor([row[key] + [filler] * (longest - len(row[key])) for row in features])
     return batch
 
 
 def collate_tuples(features):
-    """Pad; each batch in a batch is a tuple of tensors."""
-    batch = collate(features)
+    """Pad to one length; each batch in a batch is a tuple of tensors."""
+    batch = collate(features, 33)
     batches = [batch] if "input_ids" in batch else list(batch.values())
     found = [tuple(one[key] for key in ("input_ids", "labels", "attention_mask")) for one in batches]
     return found if len(found) > 1 else found[0]
