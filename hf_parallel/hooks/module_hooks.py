@@ -36,7 +36,7 @@ def register_hook_on_module(original: Callable, self: nn.Module, *args: object, 
     if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
         for model in list_parallel_models():
             state = runtime.find_parallel_state(model)
-            if state is not None and (parts := _list_parts(state)) and _is_in_layer(model, self):
+            if state is not None and (parts := _list_axes_with_parts(state)) and _is_in_layer(model, self):
                 line = (
                     f"a hook on {type(self).__name__} sees {' and '.join(parts)}: what a script keeps, adds up or "
                     "changes in it may give other numbers than in one process (docs/idioms.md)"
@@ -46,7 +46,7 @@ def register_hook_on_module(original: Callable, self: nn.Module, *args: object, 
     return original(self, *args, **kwargs)
 
 
-def _list_parts(state: ParallelState) -> list[str]:
+def _list_axes_with_parts(state: ParallelState) -> list[str]:
     """List in words how the hooks of a layer see less than in one process."""
     parts, sizes = [], {axis: state.mesh.size(axis) for axis in ("tp", "cp", "pp")}
     if sizes["tp"] > 1 and state.sequence_parallel:

@@ -121,7 +121,7 @@ def delete_adapter(original: Callable, self: BaseTuner, *args: object, **kwargs:
 
 
 @patch("peft.tuners.lora.conversion:{convert_to_lora,save_as_lora}", "converts the layers of one stage", copies=True)
-def convert(original: Callable, *args: object, **kwargs: object) -> object:
+def refuse_conversion(original: Callable, *args: object, **kwargs: object) -> object:
     """Refuse to convert adapters to LoRA under `pp`, where each stage would give its own layers alone."""
     model: PeftModel = bind_by_name(original, args, kwargs)["model"]
     state = runtime.find_parallel_state(model.get_base_model() if hasattr(model, "get_base_model") else model)

@@ -141,15 +141,8 @@ def compute_loss(
     state = runtime.find_parallel_state(model)
     engine = state.pipeline if state is not None and is_own(self) else None
     inputs, own = _open_batches_for(own, inputs)
-    # Read the count now: scripts remove from a batch what they have read.
-    items = bind_by_name(Trainer.compute_loss, (self, model, inputs, *args), kwargs).get("num_items_in_batch")
-    targets = trl.count_targets_of_mean(self, inputs) if items is None else None
-    if targets is not None and runtime.mesh().data_size > 1 and trl.does_subclass_add_to_loss(self):
-        # An evaluation of SFT: with a count its loss is a sum, to which a subclass adds its terms as in training.
-        dist.all_reduce(targets, group=runtime.mesh().data_group)
-        items, targets = targets / runtime.mesh().data_size, None
-        kwargs = {**kwargs, "num_items_in_batch": items}
-    targets = own_means.count_targets_of_own_mean(self, inputs) if targets is None else targets
+    # Count now: scripts remove from a batch what they have read.
+    items, targets, kwargs = _count_items_and_targets(self, model, inputs, args, kwargs)
     call_own, record = functools.partial(_call_compute_loss, self, state, own), record_of(self)
     call = functools.partial(call_own, model, args=args, kwargs=kwargs)
     record.step.weighted = True
@@ -192,6 +185,21 @@ def compute_loss(
         if plan is not None:
             plan.logs = bool(result["logged"])
     return weigh(result, first)
+
+
+def _count_items_and_targets(
+    trainer: Trainer, model: PreTrainedModel, inputs: dict, args: tuple, kwargs: dict[str, Any]
+) -> tuple[Any, torch.Tensor | None, dict[str, Any]]:
+    """Return what a loss divides by, the targets of a mean that it takes itself, and its arguments by name."""
+    items = bind_by_name(Trainer.compute_loss, (trainer, model, inputs, *args), kwargs).get("num_items_in_batch")
+    targets = trl.count_targets_of_mean(trainer, inputs) if items is None else None
+    if targets is not None and runtime.mesh().data_size > 1 and trl.does_subclass_add_to_loss(trainer):
+        # An evaluation of SFT: with a count its loss is a sum, to which a subclass adds its terms as in training.
+        dist.all_reduce(targets, group=runtime.mesh().data_group)
+        items, targets = targets / runtime.mesh().data_size, None
+        kwargs = {**kwargs, "num_items_in_batch": items}
+    targets = own_means.count_targets_of_own_mean(trainer, inputs) if targets is None else targets
+    return items, targets, kwargs
 
 
 def _is_another_batch(trainer: Trainer, inputs: Any) -> bool:
