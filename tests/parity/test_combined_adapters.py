@@ -23,7 +23,7 @@ KINDS = {
     "magnitude_prune_svd": {"density": 0.5, "svd_rank": 3, "svd_clamp": 0.9},
 }
 SPECS = ["dp_shard=2", "tp=2", "pp=2", "dp_shard=2,tp=2", "dp_shard=2,pp=2"]
-PAIRS = [(kind, spec) for kind in KINDS for spec in SPECS if "dare" not in kind or "pp" not in spec]
+PAIRS = [(kind, spec) for kind in KINDS for spec in SPECS[:4] if "dare" not in kind or "pp" not in spec]
 
 
 def start(spec, folder):
