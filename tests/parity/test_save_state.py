@@ -168,11 +168,8 @@ def test_rank_0_alone_saves(runs, tmp_path, spec):
     found = {}
     for alone in (False, True):
         arguments = spec, runs.initial("llama"), str(tmp_path / str(alone)), False
-        found[alone] = [
-            run(in_any_order, 2, *arguments, start, True, alone, init=False) for start in (0, END, HALF, MIDDLE)
-        ]
+        found[alone] = [run(in_any_order, 2, *arguments, start, True, alone, init=False) for start in (0, HALF)]
     assert found[True] == found[False]
-    assert found[True][1][1] == {step: loss for step, loss in found[True][0][1].items() if step > END}
 
 
 def damaged(spec: str, folder: str, project: str) -> str:
