@@ -103,7 +103,7 @@ def test_main_process_alone_without_a_barrier(runs, tmp_path, spec):
     check_alone_without_a_barrier(runs, tmp_path, spec, "is_main_process")
 
 
-@pytest.mark.parametrize("question", ["is_local_main_process", "process_index", "local_process_index", "get_rank"])
+@pytest.mark.parametrize("question", ["is_local_main_process", "process_index", "get_rank"])
 def test_the_first_process_alone_without_a_barrier(runs, tmp_path, question):
     """Ranks of one model have the same number, and come to the call together."""
     check_alone_without_a_barrier(runs, tmp_path, "dp_shard=2", question)

@@ -162,7 +162,7 @@ def test_the_order_of_rows(runs, tmp_path, spec, seedable, starts):
         assert found == [{step: loss for step, loss in expected.items() if step > start}] * 2
 
 
-@pytest.mark.parametrize("spec", ["tp=2", "dp_shard=2", "pp=2"])
+@pytest.mark.parametrize("spec", ["tp=2", "dp_shard=2"])
 def test_rank_0_alone_saves(runs, tmp_path, spec):
     """Random numbers and counts of the other ranks are those of the moment of the save, bit for bit."""
     found = {}
