@@ -98,19 +98,18 @@ def loop_without_barriers(spec: str | None, folder: str, out: str, question: str
     return seen
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_main_process_alone_without_a_barrier(runs, tmp_path, spec):
-    check_alone_without_a_barrier(runs, tmp_path, spec, "is_main_process")
-
-
-@pytest.mark.parametrize("question", ["is_local_main_process", "process_index", "get_rank"])
-def test_the_first_process_alone_without_a_barrier(runs, tmp_path, question):
-    """Ranks of one model have the same number, and come to the call together."""
-    check_alone_without_a_barrier(runs, tmp_path, "dp_shard=2", question)
-
-
-def check_alone_without_a_barrier(runs, tmp_path, spec: str, question: str) -> None:
-    """Compare losses, norms and what rank 0 sees and saves with one process."""
+@pytest.mark.parametrize(
+    ("spec", "question"),
+    [
+        ("dp_replicate=2", "is_main_process"),
+        ("zero_stage=1,dp_shard=2", "is_local_main_process"),
+        ("pp=2", "is_main_process"),
+        ("dp_shard=2,tp=2", "is_main_process"),
+        ("dp_shard=2", "process_index"),  # ranks of one model have the same, and come to the call together
+        ("dp_shard=2", "get_rank"),
+    ],
+)
+def test_main_process_alone_without_a_barrier(runs, tmp_path, spec, question):
     folder = runs.initial("llama")
     wanted = run_alone(loop_without_barriers, None, folder, str(tmp_path / "one"), question)
     size = 4 if spec.count("=2") > 1 and "zero" not in spec else 2
