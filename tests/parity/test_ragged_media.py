@@ -98,7 +98,7 @@ def asked(kinds: tuple[str, ...], labels: bool, own_loss: bool) -> object:
         patch.setattr(evaluation, "is_ragged", lambda state: True)
         patch.setattr(evaluation.losses, "is_own", lambda trainer: own_loss)
         try:
-            return evaluation.must_be_whole(trainer, batch, 4)
+            return evaluation.must_be_whole(trainer, batch, 4, trainer.accelerator.gradient_state)
         except SpecError as error:
             return str(error)
 
