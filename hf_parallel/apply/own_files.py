@@ -24,7 +24,7 @@ from hf_parallel.ask.session import of_session
 from hf_parallel.checkpoint import gather_plain_state
 from hf_parallel.checkpoint.hub_format import list_saved_parameters
 from hf_parallel.checkpoint.slices import is_changed_alike, refuse_changes_of_rank_0
-from hf_parallel.ranks import AloneError, ask_other_ranks, assert_all_ranks
+from hf_parallel.ranks.desync import meet_or_ask
 from hf_parallel.ranks.mesh import ParallelMesh, get_stored
 from hf_parallel.ranks.messages import send_from_one
 from hf_parallel.ranks.requests import take_requests
@@ -128,14 +128,7 @@ def make_whole(call: str, obj: object) -> tuple[object, bool]:
     parts.replace(obj)
     if not parts.answers:
         return obj, False
-    try:
-        assert_all_ranks(call, _ADVICE, is_served=True)
-        alone = False
-    except AloneError as error:
-        if not error.is_served or known.request is None:
-            raise
-        ask_other_ranks(call, known.request, _ADVICE)
-        alone = True
+    alone = meet_or_ask(call, known.request, _ADVICE)
     if not alone and torch.distributed.get_rank() != 0:
         _answer_questions(known)
         return obj, True

@@ -561,6 +561,25 @@ def ask_other_ranks(call: str, number: int, advice: str) -> None:
         detector.requests.ask(call, number, advice)
 
 
+def meet_or_ask(call: str, number: int | None, advice: str) -> bool:
+    """Return False when all ranks are in this call; return True on rank 0 alone, whose request the others then do.
+
+    Args:
+        number: of the request, in `requests.on_request`; None if the others cannot be asked.
+
+    Raises:
+        AloneError: the other ranks are not where they can be asked; it ends with `advice`.
+    """
+    try:
+        assert_all_ranks(call, advice, is_served=True)
+    except AloneError as error:
+        if not error.is_served or number is None:
+            raise
+        ask_other_ranks(call, number, advice)
+        return True
+    return False
+
+
 def note_question(asker: FrameType) -> None:
     """Note that a script has asked who is the main process; libraries ask without end, and losses of a stage alone."""
     answering = of_process(Answering)

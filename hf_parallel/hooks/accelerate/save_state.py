@@ -27,7 +27,7 @@ from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft.adapters import load_adapter_weights
 from hf_parallel.hooks.trainer.checkpoints import get_inner_optimizer, write_layout
 from hf_parallel.hooks.trainer.resuming import choose_rng_rank, find_all_damages, read_layout_of, refuse_damages
-from hf_parallel.ranks import AloneError, ask_other_ranks, assert_all_ranks, desync, messages
+from hf_parallel.ranks import assert_all_ranks, desync, messages
 from hf_parallel.ranks.mesh import RandomState
 from hf_parallel.ranks.requests import take_requests
 
@@ -61,6 +61,7 @@ def save_state(
 
 
 def _save_together(self: Accelerator, output_dir: str | None) -> str:
+    """Write the folder, and return its name. Collective."""
     mesh, naming = runtime.mesh(), self.project_configuration
     if naming.automatic_checkpoint_naming:
         final = os.path.join(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}")
@@ -115,18 +116,12 @@ def let_rank_0_save(original: Callable, self: Accelerator, *args: object, **kwar
 
 def _is_rank_0_alone(accelerator: Accelerator) -> bool:
     """Return True on rank 0 if the others have begun to save with it; return False where all come to this call."""
-    try:
-        assert_all_ranks("accelerator.save_state", is_served=True)
-    except AloneError as error:
-        number = of_session(_Alone).requests.get(accelerator)
-        if not error.is_served or number is None:
-            raise
-        advice = "call accelerator.save_state on all ranks, or put a barrier after it"
-        ask_other_ranks("accelerator.save_state", number, advice)
-        for model in accelerator._models:
-            refuse_changes_of_rank_0(model)
-        return True
-    return False
+    advice = "call accelerator.save_state on all ranks, or put a barrier after it"
+    if not desync.meet_or_ask("accelerator.save_state", of_session(_Alone).requests.get(accelerator), advice):
+        return False
+    for model in accelerator._models:
+        refuse_changes_of_rank_0(model)
+    return True
 
 
 def _save_with_rank_0(accelerator: Accelerator) -> None:
