@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_parallel.ask.keys.data import offload_folder, parameters_rest
+from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.data.parameters import (
     Held,
@@ -187,6 +189,30 @@ _EXACT = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.i
 _COMBINED: Any = {"sum": torch.sum, "avg": torch.mean, "product": torch.prod, "max": torch.amax, "min": torch.amin}
 
 
+@dataclass
+class _Packed:
+    """What is known of packed weights: their shapes, for this many models, and orders of what was computed of them."""
+
+    models: int = 0
+    shapes: set[torch.Size] = field(default_factory=set)
+    derived: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+
+
+def keep_order(result: Any, sources: Iterable[Any]) -> None:
+    """Note in which order a result stores its rows that was computed of packed weights, element by element."""
+    packed = of_session(_Packed)
+    if packed.models != len(_models):
+        modules = [module for model in _models for module in model.modules() if "stored_orders" in vars(module)]
+        shapes = {module._parameters[name].shape for module in modules for name in module.stored_orders}  # type: ignore
+        packed.models, packed.shapes = len(_models), shapes
+    if not isinstance(result, DTensor) or result.shape not in packed.shapes or not list_axes_and_dims(result):
+        return
+    with contextlib.suppress(ValueError):
+        orders = [order_of(one) for one in sources if isinstance(one, DTensor) and one.shape == result.shape]
+        if orders and orders[0] is not None and all(order is orders[0] for order in orders):
+            packed.derived[result] = orders[0]
+
+
 def order_of(tensor: DTensor) -> StoredOrder | None:
     """Return the order in which the rows of a parameter, its data or its gradient are stored; None: the model's own.
 
@@ -195,6 +221,8 @@ def order_of(tensor: DTensor) -> StoredOrder | None:
     """
     if not list_axes_and_dims(tensor):
         return None  # not cut, as a mean over rows
+    if (derived := of_session(_Packed).derived.get(tensor)) is not None:
+        return derived
     alike = False
     for module in (module for model in _models for module in model.modules()):
         orders = vars(module).get("stored_orders", {})
@@ -374,6 +402,9 @@ def store(parameter: DTensor, value: torch.Tensor, what: str = "p.data = x") -> 
         why = f"a tensor of {tuple(value.shape)} for one of {tuple(parameter.shape)}, of which ranks hold parts"
         refuse(what, why, do="give it one of the same shape, or let one process change the model")
     if not isinstance(value, DTensor):
+        if not is_same_on_ranks(value, parameter):
+            why = f"the {parameter.device_mesh.size()} ranks of the parameter have other numbers"
+            refuse(what, why, do="give it what all ranks have, such as noise drawn after torch.manual_seed")
         part = read_part(value, find_local_part(parameter, order_of(parameter)))
         part = part.to(get_stored(parameter).device, copy=True)  # a view would keep the whole
         own = place_as(parameter, part)

@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from hf_parallel.apply.kernels import place_kernels
-from hf_parallel.apply.weights import full_tensor, is_same_on_ranks, order_of
+from hf_parallel.apply.mixed import is_of_layout
+from hf_parallel.apply.weights import full_tensor, order_of
 from hf_parallel.ask.config import ParallelConfig
-from hf_parallel.ask.keys.sizes import SHARDS
-from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.ask.spec import refuse
 from hf_parallel.checkpoint.slices import find_local_part, list_axes_and_dims, read_part
 from hf_parallel.hooks import runtime
@@ -28,7 +27,7 @@ from hf_parallel.hooks.patching import patch
 from hf_parallel.model.calls import CACHES
 from hf_parallel.model.experts import iterate_experts
 from hf_parallel.model.known_masks import get_known_mask
-from hf_parallel.ranks.mesh import EXPERT_AXES, get_stored, place_as
+from hf_parallel.ranks.mesh import get_stored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
@@ -80,7 +79,7 @@ def _make_plain_value(value: T) -> T | torch.Tensor:
 @patch("torch.distributed.tensor:DTensor.__getitem__", "what is written to rows of a cut weight is lost")
 def get_rows(original: Callable, self: DTensor, index: Index) -> object:
     """`weight.data[-1].zero_()` reaches the weight. What autograd follows stays torch's."""
-    if not list_axes_and_dims(self) or not _is_of_layout(self) or (self.requires_grad and torch.is_grad_enabled()):
+    if not list_axes_and_dims(self) or not is_of_layout(self) or (self.requires_grad and torch.is_grad_enabled()):
         return original(self, index)
     rows = full_tensor(self)[index]
     return Rows.at((self, index, rows), rows)
@@ -89,7 +88,7 @@ def get_rows(original: Callable, self: DTensor, index: Index) -> object:
 @patch("torch.distributed.tensor:DTensor.__setitem__", "what is written to rows of a cut weight is lost")
 def set_rows(original: Callable, self: DTensor, index: Index, value: torch.Tensor | float) -> None:
     """`weight.data[-1] = mean` reaches the weight."""
-    if list_axes_and_dims(self) and _is_of_layout(self):
+    if list_axes_and_dims(self) and is_of_layout(self):
         _write_elements(self, index, value)
     else:
         original(self, index, value)
@@ -104,7 +103,7 @@ def draw(original: Callable, self: DTensor, *args: object, **kwargs: object) -> 
 
     Also of a replica, such as a weight that `weight_norm` computes: torch would draw with a state of its own.
     """
-    if not _is_of_layout(self):
+    if not is_of_layout(self):
         return original(self, *args, **kwargs)
     whole = torch.empty(self.shape, dtype=self.dtype, device=get_stored(self).device)
     _keep(self, original(whole, *args, **kwargs))
@@ -114,7 +113,7 @@ def draw(original: Callable, self: DTensor, *args: object, **kwargs: object) -> 
 @patch("torch:{rand,randn}_like", "each rank draws for its part alone, and then unlike numbers for what all hold")
 def draw_like(original: Callable, input: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     """Draw noise for a weight or a gradient: the whole tensor on every rank, which keeps its part."""
-    if not isinstance(input, DTensor) or not _is_of_layout(input):
+    if not isinstance(input, DTensor) or not is_of_layout(input):
         return original(input, *args, **kwargs)
     kwargs = {"dtype": input.dtype, **kwargs, "device": get_stored(input).device}
     whole = original(torch.empty(input.shape, device="meta"), *args, **kwargs)
@@ -123,38 +122,6 @@ def draw_like(original: Callable, input: torch.Tensor, *args: object, **kwargs: 
     with torch.no_grad():
         get_stored(drawn).copy_(part)
     return drawn
-
-
-@patch(
-    "torch.distributed.tensor:DTensor.{__add__,__radd__,__sub__,__iadd__,add_}",
-    "does not mix with whole tensors",
-)
-def add_whole_tensor(original: Callable, self: DTensor, other: object, *args: object, **kwargs: object) -> object:
-    """Let a script add a whole tensor to a weight, such as noise that it drew by the weight's size.
-
-    Each rank takes its part of it. Collective over the ranks of the weight.
-
-    Raises:
-        NotImplementedError: they have drawn other numbers.
-    """
-    if not isinstance(other, torch.Tensor) or isinstance(other, DTensor) or not self.ndim or other.shape != self.shape:
-        return original(self, other, *args, **kwargs)
-    followed = torch.is_grad_enabled() and other.requires_grad
-    if followed or not _is_of_layout(self) or any(placement.is_partial() for placement in self.placements):
-        return original(self, other, *args, **kwargs)
-    if not is_same_on_ranks(other, self):
-        raise NotImplementedError(
-            f"hf_parallel: {original.__name__} of a weight of {tuple(self.shape)} and a tensor of which its "
-            f"{self.device_mesh.size()} ranks have other numbers: noise drawn after torch.manual_seed with one number "
-            "on all ranks, times numbers that all ranks have, works"
-        )
-    part = read_part(other.detach(), find_local_part(self, order_of(self)))
-    return original(self, place_as(self, part.to(get_stored(self).device)), *args, **kwargs)
-
-
-def _is_of_layout(tensor: DTensor) -> bool:
-    known = {axis.name for axis in ParallelConfig.mesh_axes}.union(EXPERT_AXES, TP_AXES, (SHARDS,))
-    return set(tensor.device_mesh.mesh_dim_names or ("",)) <= known
 
 
 def _write_elements(tensor: DTensor, index: Index, value: torch.Tensor | float) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from hf_parallel.apply import mixed
 from hf_parallel.apply.own_files import note_optimizer
 from hf_parallel.apply.parallelize import ParallelState, clip_together, state_of
 from hf_parallel.apply.weights import (
@@ -115,12 +116,14 @@ def end_backward_of_group(original: Callable, self: FSDPParamGroup, *args: objec
 
 @patch("torch.optim.swa_utils:get_{ema,swa}_multi_avg_fn", "mixes shards and whole tensors", copies=True)
 def average(original: Callable, *args: object, **kwargs: object) -> Callable:
-    """Average weights as `AveragedModel` does, on the parts that this rank stores."""
+    """Average weights as `AveragedModel` does: parts as this rank stores them, whole tensors as they are."""
     own = original(*args, **kwargs)
 
     @torch.no_grad()
     def of_parts(means: Iterable[torch.Tensor], values: Iterable[torch.Tensor], count: int | torch.Tensor) -> None:
-        own(list(map(get_stored, means)), list(map(get_stored, values)), count)
+        pairs = list(zip(means, values, strict=True))
+        alike = [get_stored(value) if isinstance(mean, DTensor) else full_tensor(value) for mean, value in pairs]
+        own([get_stored(mean) for mean, _ in pairs], alike, count)
 
     return of_parts
 
@@ -163,16 +166,18 @@ def read_number(original: Callable, self: DTensor, *args: Any, **kwargs: Any) ->
 
 @replace(
     "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers",
-    "`torch.equal` asks all ranks, those of other stages too; `torch.allclose` fails",
+    "`torch.equal` asks all ranks, those of other stages too; `torch.allclose` and mixes of parts and copies fail",
 )
-def compare_tensors(original: dict[Any, Callable]) -> dict[Any, Callable]:
-    """Compare weights as whole tensors, on the ranks that have a part."""
+def take_whole_tensors(original: dict[Any, Callable]) -> dict[Any, Callable]:
+    """Compare weights as whole tensors, on the ranks that have a part, and compute with copies of whole weights."""
 
     def compare(operation: Any, args: tuple, kwargs: dict) -> bool:
         return compare_whole(operation, *args, **kwargs)
 
+    mixed.pause_in_steps()
     aten = torch.ops.aten
-    return {**original, aten.equal.default: compare, aten.allclose.default: compare}
+    compared = {aten.equal.default: compare, aten.allclose.default: compare}
+    return {**original, **compared, **dict.fromkeys(mixed.list_operations(), mixed.combine)}
 
 
 # ---- Loops that train a model which the layout does not know, because its class made it

@@ -1,0 +1,154 @@
+"""Operations on weights that ranks hold in parts and on tensors that are whole, which torch refuses to mix.
+
+Whole are the copies and averages that a script makes of a model before `prepare` or Trainer divides it, what it draws
+by a weight's shape, and what it reads from a file. As in one process, and as under DDP, every rank has all of them.
+What stays whole (an average, a number of a copy) is computed from the gathered weights. What becomes part of the model
+(`p.copy_(x)`) or of its gradients (a distance from a copy) is cut as the weight is, after its ranks have shown that
+they have the same numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hf_parallel.apply.weights import full_tensor, is_same_on_ranks, keep_order, order_of
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.keys.sizes import SHARDS
+from hf_parallel.ask.keys.tensor import TP_AXES
+from hf_parallel.ask.session import of_session
+from hf_parallel.checkpoint.slices import find_local_part, read_part
+from hf_parallel.ranks.mesh import EXPERT_AXES, get_stored, place_as
+from hf_parallel.ranks.steps import call_after_steps, call_before_steps
+
+#: Operations of which one tensor may be whole: element by element, lists of such, and products, as by a head.
+_ELEMENTWISE = (
+    "add add_ sub sub_ rsub mul mul_ div div_ lerp lerp_ addcmul addcmul_ addcdiv addcdiv_ copy_ maximum minimum "
+    "where pow eq ne lt le gt ge mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss "
+    "huber_loss_backward dot cat stack"
+)
+_PRODUCTS = "mm addmm mv embedding"
+_LISTS = "add add_ sub sub_ mul mul_ div div_ lerp lerp_ addcmul addcmul_ addcdiv addcdiv_ copy_ maximum minimum"
+
+
+@dataclass
+class _Proved:
+    """Whole tensors of which the ranks have shown the same numbers, and the version of each at that time."""
+
+    versions: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+
+
+@functools.cache
+def list_operations() -> tuple[Any, ...]:
+    """Return the operations that `combine` computes, each with one name and one set of argument types."""
+    names = _ELEMENTWISE.split() + _PRODUCTS.split() + [f"_foreach_{name}" for name in _LISTS.split()]
+    packets = [getattr(torch.ops.aten, name) for name in names]
+    return tuple(getattr(packet, overload) for packet in packets for overload in packet.overloads())
+
+
+def pause_in_steps() -> None:
+    """Leave torch's own optimizers to torch, which step by lists of parts alone. A second call changes nothing."""
+    call_before_steps(_pause)
+    call_after_steps(_go_on)
+
+
+def _pause(optimizer: Optimizer, *rest: object) -> None:
+    if type(optimizer).__module__.startswith("torch.optim"):
+        for operation in list_operations():
+            DTensor._op_dispatcher._custom_op_handlers.pop(operation, None)
+
+
+def _go_on(*rest: object) -> None:
+    DTensor._op_dispatcher._custom_op_handlers.update(dict.fromkeys(list_operations(), combine))
+
+
+def combine(operation: Any, args: tuple, kwargs: dict) -> Any:
+    """Compute an operation on parts of weights and whole tensors, as torch's dispatcher asks for it.
+
+    Collective over the ranks of a weight if one of the tensors is whole. Parts alone are torch's own.
+
+    Raises:
+        NotImplementedError: the weight would take numbers which its ranks do not share.
+    """
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+    parts = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    target = next(iter(tree_leaves(kwargs.get("out", args[0]))), None) if operation._schema.is_mutable else None
+    is_average = isinstance(target, torch.Tensor) and not isinstance(target, DTensor)
+    wholes = [tensor for tensor in tensors if not isinstance(tensor, DTensor) and (tensor.numel() > 1 or is_average)]
+    if not wholes or not all(map(is_of_layout, parts)):
+        result = _compute_as_torch(operation, args, kwargs)
+        if operation._schema.name.removeprefix("aten::") not in _PRODUCTS.split():
+            keep_order(result, parts)
+        return result
+    if isinstance(args[0], Sequence) and len(args[0]) > 1 and operation._schema.name.startswith("aten::_foreach_"):
+        return _combine_each(operation, args, kwargs)
+    is_followed = torch._C._current_graph_task_id() != -1  # a backward pass, whose results are gradients of parts
+    is_followed |= torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if is_followed or isinstance(target, DTensor):
+        args, kwargs = tree_map(lambda value: _take_part(operation, value, parts), (args, kwargs))
+        return _compute_as_torch(operation, args, kwargs)
+    args, kwargs = tree_map(lambda value: full_tensor(value) if isinstance(value, DTensor) else value, (args, kwargs))
+    return operation(*args, **kwargs)
+
+
+def _combine_each(operation: Any, args: tuple, kwargs: dict) -> list | None:
+    """Compute an operation on lists tensor by tensor, so that one weight at a time is gathered."""
+
+    def pick(number: int) -> Callable[[Any], Any]:
+        return lambda value: [value[number]] if isinstance(value, Sequence) else value
+
+    results = [
+        operation(*map(pick(number), args), **{key: pick(number)(value) for key, value in kwargs.items()})
+        for number in range(len(args[0]))
+    ]
+    return None if operation._schema.is_mutable else [tensor for result in results for tensor in result]
+
+
+def _compute_as_torch(operation: Any, args: tuple, kwargs: dict) -> Any:
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers.pop(operation, None)
+    try:
+        return operation(*args, **kwargs)
+    finally:
+        handlers[operation] = combine
+
+
+def _take_part(operation: Any, value: Any, parts: list[DTensor]) -> Any:
+    """Return this rank's part of a whole tensor, cut as the weight of its shape is; anything else as it is."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.numel() == 1:
+        return value
+    weight = next((part for part in parts if part.shape == value.shape), None)
+    if weight is None or value.requires_grad or any(placement.is_partial() for placement in weight.placements):
+        return value  # torch refuses it
+    _prove(operation, value, weight)
+    part = read_part(value, find_local_part(weight, order_of(weight)))
+    return place_as(weight, part.to(get_stored(weight).device))
+
+
+def _prove(operation: Any, whole: torch.Tensor, weight: DTensor) -> None:
+    versions = of_session(_Proved).versions
+    if not whole.is_inference() and versions.get(whole) == whole._version:
+        return
+    if not is_same_on_ranks(whole, weight):
+        name = operation._schema.name.removeprefix("aten::")
+        raise NotImplementedError(
+            f"hf_parallel: {name} of a weight of {tuple(weight.shape)} and a tensor of which its "
+            f"{weight.device_mesh.size()} ranks have other numbers: a copy that all ranks change alike works, and "
+            "noise drawn after torch.manual_seed with one number on all ranks, times numbers that all ranks have"
+        )
+    if not whole.is_inference():
+        versions[whole] = whole._version
+
+
+def is_of_layout(tensor: DTensor) -> bool:
+    """Return whether a layout has cut this tensor, rather than a script by a mesh of its own."""
+    known = {axis.name for axis in ParallelConfig.mesh_axes}.union(EXPERT_AXES, TP_AXES, (SHARDS,))
+    return set(tensor.device_mesh.mesh_dim_names or ("",)) <= known
