@@ -9,22 +9,34 @@ they have the same numbers.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_parallel.apply.weights import full_tensor, is_same_on_ranks, keep_order, order_of
+from hf_parallel.apply.weights import (
+    full_tensor,
+    is_constant,
+    is_same_on_ranks,
+    keep_order,
+    knows_order,
+    list_parallel_models,
+    order_of,
+    reduce_to_whole_number,
+)
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.sizes import SHARDS
 from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.ask.session import of_session
+from hf_parallel.axes.data.units import wait_for_reductions
 from hf_parallel.checkpoint.slices import find_local_part, read_part
 from hf_parallel.ranks.mesh import EXPERT_AXES, get_stored, place_as
 from hf_parallel.ranks.steps import call_after_steps, call_before_steps
@@ -33,9 +45,9 @@ from hf_parallel.ranks.steps import call_after_steps, call_before_steps
 _ELEMENTWISE = (
     "add add_ sub sub_ rsub mul mul_ div div_ lerp lerp_ addcmul addcmul_ addcdiv addcdiv_ copy_ maximum minimum "
     "where pow eq ne lt le gt ge mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss "
-    "huber_loss_backward dot cat stack"
+    "huber_loss_backward"
 )
-_PRODUCTS = "mm addmm mv embedding"
+_PRODUCTS = ("mm", "addmm", "mv", "dot", "embedding", "cat", "stack")
 _LISTS = "add add_ sub sub_ mul mul_ div div_ lerp lerp_ addcmul addcmul_ addcdiv addcdiv_ copy_ maximum minimum"
 
 
@@ -49,7 +61,7 @@ class _Proved:
 @functools.cache
 def list_operations() -> tuple[Any, ...]:
     """Return the operations that `combine` computes, each with one name and one set of argument types."""
-    names = _ELEMENTWISE.split() + _PRODUCTS.split() + [f"_foreach_{name}" for name in _LISTS.split()]
+    names = [*_ELEMENTWISE.split(), *_PRODUCTS] + [f"_foreach_{name}" for name in _LISTS.split()]
     packets = [getattr(torch.ops.aten, name) for name in names]
     return tuple(getattr(packet, overload) for packet in packets for overload in packet.overloads())
 
@@ -76,7 +88,8 @@ def combine(operation: Any, args: tuple, kwargs: dict) -> Any:
     Collective over the ranks of a weight if one of the tensors is whole. Parts alone are torch's own.
 
     Raises:
-        NotImplementedError: the weight would take numbers which its ranks do not share.
+        NotImplementedError: the weight would take numbers which its ranks do not share, or a whole tensor is to have
+            gradients of parts.
     """
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
     parts = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
@@ -84,17 +97,27 @@ def combine(operation: Any, args: tuple, kwargs: dict) -> Any:
     is_average = isinstance(target, torch.Tensor) and not isinstance(target, DTensor)
     wholes = [tensor for tensor in tensors if not isinstance(tensor, DTensor) and (tensor.numel() > 1 or is_average)]
     if not wholes or not all(map(is_of_layout, parts)):
-        result = _compute_as_torch(operation, args, kwargs)
-        if operation._schema.name.removeprefix("aten::") not in _PRODUCTS.split():
-            keep_order(result, parts)
-        return result
+        return _compute_as_torch(operation, args, kwargs, parts)
     if isinstance(args[0], Sequence) and len(args[0]) > 1 and operation._schema.name.startswith("aten::_foreach_"):
         return _combine_each(operation, args, kwargs)
+    if not all(map(knows_order, parts)):
+        raise NotImplementedError(
+            f"hf_parallel: {operation._schema.name.removeprefix('aten::')} of a whole tensor and of what was computed "
+            "of packed weights, whose rows ranks store in another order: hf_parallel.full_tensor(p) of a parameter is "
+            "whole"
+        )
     is_followed = torch._C._current_graph_task_id() != -1  # a backward pass, whose results are gradients of parts
     is_followed |= torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if is_followed and is_average:
+        raise NotImplementedError(
+            f"hf_parallel: {operation._schema.name.removeprefix('aten::')} with gradients of weights, of which ranks "
+            "store parts, into a tensor that is whole: loss = loss + penalty works where loss += penalty does not"
+        )
     if is_followed or isinstance(target, DTensor):
+        args, kwargs = tree_map(_add_up, (args, kwargs))
+        parts = [value for value in tree_leaves((args, kwargs)) if isinstance(value, DTensor)]
         args, kwargs = tree_map(lambda value: _take_part(operation, value, parts), (args, kwargs))
-        return _compute_as_torch(operation, args, kwargs)
+        return _compute_as_torch(operation, args, kwargs, parts)
     args, kwargs = tree_map(lambda value: full_tensor(value) if isinstance(value, DTensor) else value, (args, kwargs))
     return operation(*args, **kwargs)
 
@@ -112,25 +135,35 @@ def _combine_each(operation: Any, args: tuple, kwargs: dict) -> list | None:
     return None if operation._schema.is_mutable else [tensor for result in results for tensor in result]
 
 
-def _compute_as_torch(operation: Any, args: tuple, kwargs: dict) -> Any:
+def _compute_as_torch(operation: Any, args: tuple, kwargs: dict, parts: list[DTensor]) -> Any:
     handlers = DTensor._op_dispatcher._custom_op_handlers
     handlers.pop(operation, None)
     try:
-        return operation(*args, **kwargs)
+        result = operation(*args, **kwargs)
     finally:
-        handlers[operation] = combine
+        handlers[operation] = combine  # type: ignore[assignment]
+    if operation._schema.name.removeprefix("aten::") not in _PRODUCTS:
+        keep_order(result, parts)
+    return result
+
+
+def _add_up(value: Any) -> Any:
+    if not isinstance(value, DTensor) or not any(placement.is_partial() for placement in value.placements):
+        return value
+    return value.redistribute(placements=[Replicate() if one.is_partial() else one for one in value.placements])
 
 
 def _take_part(operation: Any, value: Any, parts: list[DTensor]) -> Any:
     """Return this rank's part of a whole tensor, cut as the weight of its shape is; anything else as it is."""
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.numel() == 1:
         return value
-    weight = next((part for part in parts if part.shape == value.shape), None)
-    if weight is None or value.requires_grad or any(placement.is_partial() for placement in weight.placements):
+    alike = [part for part in parts if part.shape == value.shape]
+    weight = next((part for part in alike if not is_constant(part)), next(iter(alike), None))
+    if weight is None or value.requires_grad:
         return value  # torch refuses it
     _prove(operation, value, weight)
-    part = read_part(value, find_local_part(weight, order_of(weight)))
-    return place_as(weight, part.to(get_stored(weight).device))
+    part, stored = read_part(value, find_local_part(weight, order_of(weight))), get_stored(weight)
+    return place_as(weight, part.to(stored.device)) if part.shape == stored.shape else value
 
 
 def _prove(operation: Any, whole: torch.Tensor, weight: DTensor) -> None:
@@ -146,6 +179,42 @@ def _prove(operation: Any, whole: torch.Tensor, weight: DTensor) -> None:
         )
     if not whole.is_inference():
         versions[whole] = whole._version
+
+
+class _Number(torch.autograd.Function):
+    """Make a plain number of one that ranks hold in parts; its gradient is the mean of what the ranks give it.
+
+    A loss may be weighed by what a data rank has of a batch, and a part of a weight has a gradient on one rank alone.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, number: DTensor) -> torch.Tensor:
+        ctx.spec = copy.copy(number._spec)
+        ctx.spec.placements = (Replicate(),) * number.device_mesh.ndim
+        return reduce_to_whole_number(number)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:  # type: ignore[override]
+        for model in list_parallel_models():
+            wait_for_reductions(model)
+        mesh: Any = ctx.spec.mesh
+        mean = gradient.to(mesh.device_type, copy=True)
+        for axis, name in enumerate(mesh.mesh_dim_names):
+            if name not in TP_AXES:
+                dist.all_reduce(mean, group=mesh.get_group(axis))
+                mean /= mesh.size(axis)
+        return DTensor(mean.to(gradient.device), ctx.spec, requires_grad=False)
+
+
+def make_number(tensor: Any) -> Any:
+    """Return a number that is computed of parts of weights as a plain tensor; anything else as it is.
+
+    Collective over the ranks of the weights, here and in the backward pass.
+    """
+    if not isinstance(tensor, DTensor) or tensor.ndim or not is_of_layout(tensor):
+        return tensor
+    is_followed = tensor.requires_grad and torch.is_grad_enabled()
+    return _Number.apply(tensor) if is_followed else reduce_to_whole_number(tensor)
 
 
 def is_of_layout(tensor: DTensor) -> bool:

@@ -191,26 +191,64 @@ _COMBINED: Any = {"sum": torch.sum, "avg": torch.mean, "product": torch.prod, "m
 
 @dataclass
 class _Packed:
-    """What is known of packed weights: their shapes, for this many models, and orders of what was computed of them."""
+    """The shapes of packed weights, for this many models.
+
+    Attributes:
+        derived: what was computed of weights element by element -> the order of these.
+        constant: tensors of one number, which are the same in any order.
+    """
 
     models: int = 0
     shapes: set[torch.Size] = field(default_factory=set)
     derived: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    constant: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
 
-def keep_order(result: Any, sources: Iterable[Any]) -> None:
-    """Note in which order a result stores its rows that was computed of packed weights, element by element."""
+def _find_packed_shapes() -> set[torch.Size]:
     packed = of_session(_Packed)
     if packed.models != len(_models):
         modules = [module for model in _models for module in model.modules() if "stored_orders" in vars(module)]
         shapes = {module._parameters[name].shape for module in modules for name in module.stored_orders}  # type: ignore
         packed.models, packed.shapes = len(_models), shapes
-    if not isinstance(result, DTensor) or result.shape not in packed.shapes or not list_axes_and_dims(result):
+    return packed.shapes
+
+
+def _iterate_alike(tensor: DTensor) -> Iterator[tuple[bool, StoredOrder | None]]:
+    """Yield for each parameter of this shape: is the tensor it, its data or gradient? In which order is it stored?"""
+    address = get_stored(tensor).data_ptr()
+    for module in (module for model in _models for module in model.modules()):
+        orders = vars(module).get("stored_orders", {})
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.shape != tensor.shape:
+                continue
+            known = [one for one in (parameter, parameter.grad) if isinstance(one, DTensor)]
+            is_own = any(tensor is one or (address and get_stored(one).data_ptr() == address) for one in known)
+            yield bool(is_own), orders.get(name)
+
+
+def knows_order(tensor: DTensor) -> bool:
+    """Is it known in which order a tensor stores its rows? It is a parameter's, was computed of it, or is constant."""
+    if not _find_packed_shapes() or is_constant(tensor) or tensor in of_session(_Packed).derived:
+        return True
+    return any(is_own for is_own, _ in _iterate_alike(tensor))
+
+
+def is_constant(tensor: DTensor) -> bool:
+    """Has a tensor one number alone, as the gradient of a sum has?"""
+    return not any(get_stored(tensor).stride()) or tensor in of_session(_Packed).constant
+
+
+def keep_order(result: Any, sources: Iterable[Any]) -> None:
+    """Note in which order a result stores its rows that was computed of weights, element by element."""
+    if not _find_packed_shapes() or not isinstance(result, DTensor) or not result.ndim:
         return
-    with contextlib.suppress(ValueError):
-        orders = [order_of(one) for one in sources if isinstance(one, DTensor) and one.shape == result.shape]
-        if orders and orders[0] is not None and all(order is orders[0] for order in orders):
-            packed.derived[result] = orders[0]
+    alike = [one for one in sources if isinstance(one, DTensor) and one.shape == result.shape]
+    if alike and all(map(is_constant, alike)):
+        of_session(_Packed).constant[result] = True
+    alike = [one for one in alike if not is_constant(one)]
+    if alike and all(map(knows_order, alike)) and len({id(order) for order in map(order_of, alike)}) == 1:
+        of_session(_Packed).derived[result] = order_of(alike[0])
+        of_session(_Packed).constant.pop(result, None)
 
 
 def order_of(tensor: DTensor) -> StoredOrder | None:
@@ -221,20 +259,13 @@ def order_of(tensor: DTensor) -> StoredOrder | None:
     """
     if not list_axes_and_dims(tensor):
         return None  # not cut, as a mean over rows
-    if (derived := of_session(_Packed).derived.get(tensor)) is not None:
-        return derived
-    alike = False
-    for module in (module for model in _models for module in model.modules()):
-        orders = vars(module).get("stored_orders", {})
-        for name, parameter in module._parameters.items():
-            if parameter is None or parameter.shape != tensor.shape:
-                continue
-            address = get_stored(tensor).data_ptr()
-            for known in (parameter, parameter.grad):
-                shares = isinstance(known, DTensor) and address != 0 and get_stored(known).data_ptr() == address
-                if tensor is known or shares:
-                    return orders.get(name)
-            alike = alike or name in orders
+    derived, alike = of_session(_Packed).derived, False
+    if tensor in derived:
+        return derived[tensor]
+    for is_own, order in _iterate_alike(tensor):
+        if is_own:
+            return order
+        alike = alike or order is not None
     if alike:
         raise ValueError(
             f"hf_parallel: a tensor of {tuple(tensor.shape)} may hold packed rows in another order; "

@@ -34,7 +34,7 @@ from hf_parallel.apply.weights import (
 )
 from hf_parallel.ask.session import of_process, of_session
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.data.units import sum_in_one_dtype
+from hf_parallel.axes.data.units import keeps_apart, place_gradients, sum_in_one_dtype
 from hf_parallel.axes.pipeline.stage_runner import pipelines_of
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, replace
@@ -105,12 +105,13 @@ def join_parameters(original: Callable, parameters: Iterable[torch.Tensor]) -> t
 
 @patch(
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward",
-    "cannot reduce gradients in 16 bits together with sums of micro-batches in fp32",
-    before="2.15",
+    "mixes gradients of two dtypes before torch 2.15, and adds its own to those of a penalty that lie otherwise",
 )
 def end_backward_of_group(original: Callable, self: FSDPParamGroup, *args: object) -> None:
     """Reduce a group's gradients, all of one dtype, also where a parameter has one in the last micro-batch alone."""
-    sum_in_one_dtype(self)
+    if keeps_apart(self.fsdp_params[0]):
+        sum_in_one_dtype(self)
+    place_gradients(self)
     original(self, *args)
 
 
@@ -147,10 +148,30 @@ def data(original: Any) -> property:
     "gives a DTensor, which does not mix with numbers of whole tensors",
 )
 def reduce_to_number(original: Callable, self: DTensor, *args: Any, **kwargs: Any) -> Any:
-    """Reduce a tensor to one number as if it were whole; rows, columns and autograd's reductions stay torch's."""
-    found = original(self, *args, **kwargs)
-    is_number = isinstance(found, DTensor) and not found.ndim and not found.requires_grad
-    return reduce_to_whole_number(found) if is_number else found
+    """Reduce a tensor to one number as if it were whole; rows and columns stay torch's."""
+    return mixed.make_number(original(self, *args, **kwargs))
+
+
+@patch("torch.functional:norm", "gives a DTensor, which does not mix with numbers of whole tensors", copies=True)
+def norm(original: Callable, input: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    """Compute the norm of a weight as if it were whole."""
+    return mixed.make_number(original(input, *args, **kwargs))
+
+
+@patch(
+    "torch.distributed.tensor:DTensor.{__add__,__radd__,__iadd__,__sub__,__rsub__,__mul__,__rmul__,__truediv__}",
+    "a loss does not mix with a number that is computed of parts of weights",
+)
+def add_number(original: Callable, self: DTensor, other: object) -> object:
+    """Add a penalty of weights to a loss: the number of whole tensors, whose gradient each part gets."""
+    if self.ndim or not isinstance(other, torch.Tensor) or other.ndim:
+        return original(self, other)
+    if isinstance(other, DTensor) and other.device_mesh == self.device_mesh:
+        return original(self, other)
+    own = mixed.make_number(self)
+    if isinstance(own, DTensor):
+        return original(self, other)
+    return getattr(own, original.__name__)(mixed.make_number(other))
 
 
 @patch(

@@ -34,23 +34,13 @@ UNCONDITIONAL = (
         "torch.manual_seed(1)\n    logging_dir = os.path.join(args.output_dir",
     ),
 )
-#: The average of sharded weights is made when they are.
-LATE_AVERAGE = (
-    *UNCONDITIONAL,
-    ("    # Create EMA for the model.\n    if args.use_ema:\n", "    def average():\n"),
-    ("        ema_model = EMAModel(\n", "        return EMAModel(\n"),
-    (
-        "    if args.use_ema:\n        ema_model.to(",
-        "    if args.use_ema:\n        ema_model = average()\n        ema_model.to(",
-    ),
-)
 DIFFUSION = {
     f"diffusers train_unconditional.py{name}": Case(
         f"{EXAMPLES}/unconditional_image_generation/train_unconditional.py",
         "--dataset_name ROOT/media/classes-full --output_dir OUT --resolution 16 --train_batch_size ROWS --num_epochs "
         "1 --learning_rate 1e-3 --adam_epsilon 1e-3 --lr_warmup_steps 0 --logger none --eval_batch_size 2 "
         f"--ddpm_num_inference_steps 2 --checkpointing_steps 2 {more}",
-        edits=LATE_AVERAGE,
+        edits=UNCONDITIONAL,
     )
     for name, more in {"": "", ", averaged": "--use_ema"}.items()
 }

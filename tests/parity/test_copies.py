@@ -24,7 +24,7 @@ NEAR = 1e-5
 
 
 class Listed:
-    """An average in a list, beside one that is a model, one of torch's, and one by name that is made anew each time."""
+    """Averages in lists, as models, of torch's, and by name, made anew each time."""
 
     def __init__(self, model):
         self.listed = [p.detach().clone() for p in model.parameters()]

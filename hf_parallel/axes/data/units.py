@@ -94,6 +94,25 @@ def sum_in_one_dtype(group: FSDPParamGroup) -> None:
             held.to_accumulated_grad_if_needed()
 
 
+def place_gradients(group: FSDPParamGroup) -> None:
+    """Lay out gradients that a penalty has given the shards as the shards are, to which FSDP2 adds its own."""
+    for held in group.fsdp_params:
+        shard: Any = held.sharded_param
+        if shard.grad is not None and shard.grad.placements != shard.placements:
+            shard.grad = shard.grad.redistribute(placements=shard.placements)
+
+
+def wait_for_reductions(model: nn.Module) -> None:
+    """Let what is computed from here on read the gradients that FSDP2 is reducing on streams of its own."""
+    group = next(iterate_parameter_groups(model), None)
+    if group is None or group.device_handle.__name__ == "torch.cpu":
+        return
+    for stream in (group.comm_ctx.reduce_scatter_stream, group.comm_ctx.all_reduce_stream):
+        group.device_handle.current_stream().wait_stream(stream)
+        if any(held.offload_to_cpu for held in group.fsdp_params):
+            stream.synchronize()
+
+
 def give_whole_gradient(held: FSDPParam, gradient: torch.Tensor) -> None:
     """Give FSDP2 a gradient that it is to reduce after the next backward pass."""
     if keeps_apart(held):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from hf_parallel.ask.session import of_session
@@ -187,6 +188,8 @@ SUMMED = {"ctc_loss"}
 def mean(original: Callable, *args: object, **kwargs: object) -> torch.Tensor:
     """Each of these functions; outside of losses it is torch's own."""
     now = of_session(_Now)
+    if original.__name__ in _BY_ELEMENT and any(isinstance(value, DTensor) for value in (*args, *kwargs.values())):
+        return _compute_penalty(original, bind_by_name(original, args, kwargs))
     value = original(*args, **kwargs)
     if now.forwards and now.forwards[-1].whole:
         return value
@@ -225,6 +228,13 @@ def mean(original: Callable, *args: object, **kwargs: object) -> torch.Tensor:
         return value
     note(forward)
     return weigh_loss(value, (not runtime.is_absent()) * runtime.mesh().data_size / (forward.share or 1.0))
+
+
+def _compute_penalty(original: Callable, given: Given) -> torch.Tensor:
+    """Compute a function of weights, not of targets; torch takes the mean of means, also of unlike parts."""
+    reduction = str(given.get("reduction", "mean"))
+    values = original(**{**given, "reduction": "none"})
+    return values if reduction == "none" else getattr(values, reduction)()
 
 
 def _is_by_row(given: Given, of_model: Mapping[str, object], rows: int) -> bool:

@@ -389,9 +389,9 @@ def explain_mixed_tensors() -> Iterator[None]:
         if isinstance(error, NotImplementedError) or not (bare or any(words in str(error) for words in _MIXED)):
             raise
         raise NotImplementedError(
-            "hf_parallel: the step computes with weights and other tensors in one operation, as a loss with a penalty "
-            "of weights does; ranks store parts of weights, which do not mix with whole tensors: p.grad.add_(…) "
-            "before the optimizer's step works, and so does a decay in the optimizer (docs/idioms.md); torch says "
+            "hf_parallel: the step computes with weights and other tensors in one operation; ranks store parts of "
+            "weights, which mix with numbers, and with what has a weight's shape and is the same on all ranks "
+            "(docs/idioms.md); torch says "
             f"{error!r}"
         ) from error
 
