@@ -304,7 +304,9 @@ def load_optimizer_state(
         if os.path.isfile(os.path.join(directory, folder, INDEX)):
             saved = _read_saved_state(os.path.join(directory, folder), stack)
         else:
-            saved = _read_state_of_plain_trainer(os.path.join(directory, plain), plain_groups)
+            path = os.path.join(directory, plain)
+            numbered = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # parameters have numbers
+            saved = _name_states(path, numbered, plain_groups)
         kind = _describe_kind(optimizer)
         if saved.kind not in (None, kind):
             raise ValueError(f"{directory} has the state of {saved.kind}, this run has {kind}")
@@ -331,11 +333,6 @@ def _read_saved_state(folder: str, stack: contextlib.ExitStack) -> OptimizerStat
         state.options.update(dict.fromkeys(group["parameters"], group["options"]))
         state.places.update(dict.fromkeys(group["parameters"], number))
     return state
-
-
-def _read_state_of_plain_trainer(path: str, ways: Sequence[list[list[str]]]) -> OptimizerState:
-    """Read `optimizer.pt`, where parameters have numbers."""
-    return _name_states(path, torch.load(path, map_location="cpu", weights_only=True, mmap=True), ways)
 
 
 def _name_states(origin: str, loaded: Mapping[str, Any], ways: Sequence[list[list[str]]]) -> OptimizerState:

@@ -38,7 +38,6 @@ import math
 import sys
 import time
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch
@@ -307,11 +306,3 @@ def end_all_groups() -> None:
             dist.destroy_process_group()
         gc.collect()
         time.sleep(_LAST_WORK_S)
-
-
-def set_time_out(limit: timedelta) -> None:
-    """Set the time-out of collectives of all groups of this process."""
-    # torch 2.14 has made it public, and warns of its former name.
-    set_of_group = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    for group in list(dist.distributed_c10d._world.pg_map):
-        set_of_group(limit, group)

@@ -326,9 +326,7 @@ def gather(original: Callable, tensor: object) -> object:
         batch = cast(dict, tensor)
         return type(batch)({key: gather(original, lists.get(key, value)) for key, value in batch.items()})
 
-    def gather_tensors(tensor: object) -> object:
-        return recursively_apply(_gather_unlike_tensors, tensor, error_on_other_type=True)
-
+    gather_tensors = functools.partial(recursively_apply, _gather_unlike_tensors, error_on_other_type=True)
     may_differ = runtime.mesh().config.shares_batches or is_ragged(GradientState())
     return (gather_tensors if may_differ else _check_shapes_first(original, gather_tensors))(tensor)
 
@@ -456,7 +454,5 @@ def reduce(original: Callable, tensor: object, reduction: str = "mean", scale: f
         dist.all_reduce(value, operation, group=mesh.data_group)
         return value / mesh.data_size if reduction == "mean" else value
 
-    def reduce_all(tensor: object) -> object:
-        return recursively_apply(reduce_one, tensor, error_on_other_type=True)
-
+    reduce_all = functools.partial(recursively_apply, reduce_one, error_on_other_type=True)
     return _check_shapes_first(original, reduce_all)(tensor)
