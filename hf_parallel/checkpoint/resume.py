@@ -76,7 +76,14 @@ def read_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerS
     """
     joined = list_joined_optimizers(optimizer)
     if joined:
-        return _join_states_of_parts(_describe_kind(optimizer), [read_state(model, part) for part in joined])
+        whole = OptimizerState(_describe_kind(optimizer))
+        for part in (read_state(model, one) for one in joined):
+            whole.tensors.update(part.tensors)
+            whole.numbers.update(part.numbers)
+            whole.options.update(part.options)
+            whole.places.update({name: place + len(whole.groups) for name, place in part.places.items()})
+            whole.groups += part.groups
+        return whole
     kind, names = name_kind_of(optimizer), {id(p): name for name, p in list_saved_parameters(model).items()}
     state = OptimizerState(kind)
     for number, group in enumerate(optimizer.param_groups):
@@ -120,17 +127,6 @@ def list_joined_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim
     theirs = Counter(id(p) for one in held for group in one.param_groups for p in group["params"])
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return held if set(theirs) == own and max(theirs.values(), default=1) == 1 else []
-
-
-def _join_states_of_parts(kind: str, parts: list[OptimizerState]) -> OptimizerState:
-    whole = OptimizerState(kind)
-    for part in parts:
-        whole.tensors.update(part.tensors)
-        whole.numbers.update(part.numbers)
-        whole.options.update(part.options)
-        whole.places.update({name: place + len(whole.groups) for name, place in part.places.items()})
-        whole.groups += part.groups
-    return whole
 
 
 def refuse_unsavable_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
