@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map
 from hf_parallel.apply.kernels import place_kernels
 from hf_parallel.apply.weights import full_tensor, is_same_on_ranks, order_of
 from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.keys.axes import TP_AXES
 from hf_parallel.ask.keys.sizes import SHARDS
-from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.ask.spec import refuse
 from hf_parallel.checkpoint.slices import find_local_part, list_axes_and_dims, read_part
 from hf_parallel.hooks import runtime

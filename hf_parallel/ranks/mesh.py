@@ -46,8 +46,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.keys.axes import TP_AXES
 from hf_parallel.ask.keys.sizes import SHARDS
-from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.ask.spec import refuse
 from hf_parallel.ranks.devices import Device, measure_device_memory, measure_product_rate
 from hf_parallel.ranks.groups import Groups, make_host_group, make_urgent_options

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from hf_parallel.ask.keys.tensor import TP_AXES
+from hf_parallel.ask.keys.axes import TP_AXES
 from hf_parallel.axes.data.lowered import keep_copies
 from hf_parallel.axes.data.units import (
     forget_end_of_backward,

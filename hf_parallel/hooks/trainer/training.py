@@ -33,7 +33,6 @@ from hf_parallel.hooks.trainer import (
     checkpoints,
     delayed_steps,
     evaluation,
-    fill_steps,
     joint_steps,
     losses,
     means,
@@ -237,7 +236,7 @@ def init(
     losses.prepare_own_loss(self)
     means.tell_of_sums_over_processes(self)
     delayed_steps.check_trainer_for_delay(self)
-    fill_steps.check_trainer_for_fill(self)
+    joint_steps.check_trainer_for_fill(self)
     joint_steps.check_mirrored_trainer(self)
 
 
@@ -259,7 +258,7 @@ def call_model_init(original: Callable, self: Trainer, trial: object = None) -> 
     if hasattr(self, "compute_loss_func"):  # otherwise Trainer.__init__ is still running, and `init` does this
         losses.prepare_own_loss(self)
         delayed_steps.check_trainer_for_delay(self)
-        fill_steps.check_trainer_for_fill(self)
+        joint_steps.check_trainer_for_fill(self)
         joint_steps.check_mirrored_trainer(self)
     return model
 
