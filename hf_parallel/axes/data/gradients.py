@@ -246,7 +246,7 @@ class HeldGradients:
             reduce_whole_gradients(stage)
 
 
-def clip_grad_norm(
+def clip_over_mesh(
     parameters: Iterable[torch.Tensor],
     max_norm: float,
     mesh: ParallelMesh,

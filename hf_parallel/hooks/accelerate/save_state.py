@@ -91,7 +91,7 @@ def _save_together(self: Accelerator, output_dir: str | None) -> str:
 
 @dataclass(eq=False)
 class _Alone:
-    """What such a save needs.
+    """A save that rank 0 begins by itself.
 
     Attributes:
         requests: the number of each accelerator's request.

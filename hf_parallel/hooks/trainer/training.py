@@ -415,7 +415,7 @@ def run_own_step(
 def on_step_end(trainer: Trainer, original: Callable, *args: object, **kwargs: object) -> object:
     """End a step after its last callback: logging, evaluation and saving are not part of its time."""
     own_loops.refuse_steps_without_backward(type(trainer).__name__)
-    checkpoints.refuse_unsavable_states(trainer)
+    checkpoints.refuse_unsavable_optimizer(trainer)
     control, record = original(*args, **kwargs), record_of(trainer)
     monitoring.end_monitored_step()
     if record.profile is not None:
