@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import hangs, report, runtime
-from hf_parallel.hooks.accelerate.data import refuse_cut_examples
+from hf_parallel.hooks.accelerate.data import count_sharing_ranks, refuse_cut_examples
 from hf_parallel.hooks.accelerate.shares import (
     OneLoader,
     compute_full_share,
@@ -198,7 +198,7 @@ def tell_examples_apart(
         record.rows_per_example = held // full
     blocks = record.rows_per_example if known is None else known
     if blocks > 1 or held > full:
-        refuse_cut_examples(state.active_dataloader)
+        refuse_cut_examples(count_sharing_ranks(state.active_dataloader))
     return batch, blocks if held % blocks == 0 else 1
 
 
