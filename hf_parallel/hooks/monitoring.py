@@ -383,8 +383,11 @@ def watch_loop_model(model: PreTrainedModel, folder: str) -> None:
             calls.append(by.meter.phase(COMPUTE))
             calls[-1].__enter__()
 
+        def leave(module: nn.Module, args: tuple, output: object) -> None:
+            calls.pop().__exit__(None, None, None)
+
         model.register_forward_pre_hook(enter)
-        model.register_forward_hook(lambda *_: calls.pop().__exit__(None, None, None), always_call=True)
+        model.register_forward_hook(leave, always_call=True)
 
 
 @patch("accelerate.data_loader:{DataLoaderShard,DataLoaderDispatcher}.__iter__", "does not say how long it waits")
