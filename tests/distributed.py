@@ -48,7 +48,7 @@ from tests.warm import KnownCopies, warm_up
 # What each rank would spend a second on, once here: imports, patterns of all models' names, the catalogue of GPUs,
 # where packages lie.
 for module in (
-    "axes.attention.axis",
+    "axes.attention_kernel",
     "axes.context.choose",
     "axes.data.gradients",
     "axes.data.shared_towers",

@@ -336,19 +336,15 @@ def share_own(model: nn.Module, parts: Mapping[str, PreTrainedModel], mesh: Para
 
 def replace_methods_around(model: nn.Module, parts: Mapping[str, PreTrainedModel], mesh: ParallelMesh) -> None:
     """Let the module's own ways to save find whole weights (rank 0 writes, all take part), and take whole ones."""
-    _save_and_load_whole(model, parts, mesh)
-    slices.let_ask(model, functools.partial(full_state_dict, mesh=mesh))
-    let_write_states(model, mesh)
-    slices.count_changes_from_first_call(model)
-
-
-def _save_and_load_whole(model: nn.Module, parts: Mapping[str, PreTrainedModel], mesh: ParallelMesh) -> None:
     for name in ("save", "save_pretrained"):
         method = getattr(model, name, None)
         if callable(method):
             bind(model, name, functools.partial(_save, parts, mesh, method))
     if parts or type(model).load_state_dict is nn.Module.load_state_dict:
         bind(model, "load_state_dict", load_own_parts)
+    slices.let_ask(model, functools.partial(full_state_dict, mesh=mesh))
+    let_write_states(model, mesh)
+    slices.count_changes_from_first_call(model)
 
 
 def _save(

@@ -33,8 +33,8 @@ from hf_parallel.apply.weights import (
     reduce_to_whole_number,
 )
 from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.keys.axes import TP_AXES
 from hf_parallel.ask.keys.sizes import SHARDS
-from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.ask.session import of_session
 from hf_parallel.axes.data.units import wait_for_reductions
 from hf_parallel.checkpoint.slices import find_local_part, read_part

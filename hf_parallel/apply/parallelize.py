@@ -40,7 +40,7 @@ from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.data import MEASURED
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Building, Packing, Plan
-from hf_parallel.axes.data.gradients import clip_grad_norm as clip_over_mesh
+from hf_parallel.axes.data.gradients import clip_over_mesh
 from hf_parallel.axes.data.local_step import step_on_local_parts
 from hf_parallel.axes.data.parameters import make_identical
 from hf_parallel.axes.pipeline.axis import PIPELINE

@@ -16,10 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_parallel.ask.keys.context import ContextKeys
+from hf_parallel.ask.keys.axes import ContextKeys, ExpertKeys, TensorKeys
 from hf_parallel.ask.keys.data import CompressionKeys, DataKeys, OffloadKeys
-from hf_parallel.ask.keys.experts import ExpertKeys
-from hf_parallel.ask.keys.fill import FillKeys
 from hf_parallel.ask.keys.layers import (
     AttentionKeys,
     CompileKeys,
@@ -28,9 +26,8 @@ from hf_parallel.ask.keys.layers import (
     RecomputeKeys,
     TiledKeys,
 )
-from hf_parallel.ask.keys.pipeline import PipelineKeys
+from hf_parallel.ask.keys.pipeline import FillKeys, PipelineKeys
 from hf_parallel.ask.keys.run import MonitorKeys, RolloutKeys, SavingKeys, WatchKeys
-from hf_parallel.ask.keys.tensor import TensorKeys
 from hf_parallel.ask.spec import SpecError, convert, read_spec, refuse, refuse_with, spell, suggest_key
 
 __all__ = ["ParallelConfig", "SpecError"]

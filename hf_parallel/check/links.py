@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from hf_parallel.ask.keys.tensor import TP_AXES
+from hf_parallel.ask.keys.axes import TP_AXES
 from hf_parallel.ask.spec import refuse
 from hf_parallel.check.report import FAILED, NOTE, OK, SLOW, Row, format_ranks
 from hf_parallel.check.room import Room

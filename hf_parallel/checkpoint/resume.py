@@ -76,7 +76,14 @@ def read_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerS
     """
     joined = list_joined_optimizers(optimizer)
     if joined:
-        return _join_states_of_parts(_describe_kind(optimizer), [read_state(model, part) for part in joined])
+        whole = OptimizerState(_describe_kind(optimizer))
+        for part in (read_state(model, one) for one in joined):
+            whole.tensors.update(part.tensors)
+            whole.numbers.update(part.numbers)
+            whole.options.update(part.options)
+            whole.places.update({name: place + len(whole.groups) for name, place in part.places.items()})
+            whole.groups += part.groups
+        return whole
     kind, names = name_kind_of(optimizer), {id(p): name for name, p in list_saved_parameters(model).items()}
     state = OptimizerState(kind)
     for number, group in enumerate(optimizer.param_groups):
@@ -120,17 +127,6 @@ def list_joined_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim
     theirs = Counter(id(p) for one in held for group in one.param_groups for p in group["params"])
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return held if set(theirs) == own and max(theirs.values(), default=1) == 1 else []
-
-
-def _join_states_of_parts(kind: str, parts: list[OptimizerState]) -> OptimizerState:
-    whole = OptimizerState(kind)
-    for part in parts:
-        whole.tensors.update(part.tensors)
-        whole.numbers.update(part.numbers)
-        whole.options.update(part.options)
-        whole.places.update({name: place + len(whole.groups) for name, place in part.places.items()})
-        whole.groups += part.groups
-    return whole
 
 
 def refuse_unsavable_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -304,7 +300,9 @@ def load_optimizer_state(
         if os.path.isfile(os.path.join(directory, folder, INDEX)):
             saved = _read_saved_state(os.path.join(directory, folder), stack)
         else:
-            saved = _read_state_of_plain_trainer(os.path.join(directory, plain), plain_groups)
+            path = os.path.join(directory, plain)
+            numbered = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # parameters have numbers
+            saved = _name_states(path, numbered, plain_groups)
         kind = _describe_kind(optimizer)
         if saved.kind not in (None, kind):
             raise ValueError(f"{directory} has the state of {saved.kind}, this run has {kind}")
@@ -331,11 +329,6 @@ def _read_saved_state(folder: str, stack: contextlib.ExitStack) -> OptimizerStat
         state.options.update(dict.fromkeys(group["parameters"], group["options"]))
         state.places.update(dict.fromkeys(group["parameters"], number))
     return state
-
-
-def _read_state_of_plain_trainer(path: str, ways: Sequence[list[list[str]]]) -> OptimizerState:
-    """Read `optimizer.pt`, where parameters have numbers."""
-    return _name_states(path, torch.load(path, map_location="cpu", weights_only=True, mmap=True), ways)
 
 
 def _name_states(origin: str, loaded: Mapping[str, Any], ways: Sequence[list[list[str]]]) -> OptimizerState:

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return cli_recipe.run_recipe(arguments[2:])
     commands = {
         "doctor": run_doctor,
-        "plan": cli_plan.plan,
+        "plan": cli_plan.plan_layouts,
         "check": cli_check.check_machines,
         "prove": cli_prove.prove,
         "bisect": cli_bisect.bisect,

@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     only.add_argument("--layers", type=int, metavar="N", help="layers of the model (one for each stage)")
 
 
-def plan(args: argparse.Namespace) -> int:
+def plan_layouts(args: argparse.Namespace) -> int:
     """Print the plan; 1 if nothing fits, 2 for a command line that cannot work."""
     try:
         if args.model is None and not args.save_cluster:

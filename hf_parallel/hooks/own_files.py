@@ -59,11 +59,12 @@ def save_model(original: Callable, model: nn.Module, filename: Any, *args: objec
     """Write a whole model; tied weights once, as in one process."""
     if not _is_parallel(model):
         return original(model, filename, *args, **kwargs)
-
-    def write(whole: dict[str, torch.Tensor]) -> object:
-        return original(SimpleNamespace(state_dict=lambda: whole), filename, *args, **kwargs)
-
-    return _write("safetensors.torch.save_model", model.state_dict(), filename, write)
+    return _write(
+        "safetensors.torch.save_model",
+        model.state_dict(),
+        filename,
+        lambda whole: original(SimpleNamespace(state_dict=lambda: whole), filename, *args, **kwargs),
+    )
 
 
 @patch("accelerate.utils.other:save", "writes on rank 0 what it has alone", copies=True)

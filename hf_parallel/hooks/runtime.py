@@ -27,7 +27,7 @@ from hf_parallel.hooks import rendezvous
 from hf_parallel.hooks.patching import replacing
 from hf_parallel.ranks import messages
 from hf_parallel.ranks.groups import time_out
-from hf_parallel.ranks.mesh import ParallelMesh, set_time_out
+from hf_parallel.ranks.mesh import ParallelMesh
 from hf_parallel.ranks.shares import Shares, SharesOfPass, Speeds
 
 if TYPE_CHECKING:
@@ -186,7 +186,10 @@ def connect_process_group() -> None:
 def change_time_out(limit: timedelta) -> None:
     """Change the time-out of all process groups, unless a launcher of the script's own has made them."""
     if of_process(_Connection).made and limit != time_out():
-        set_time_out(limit)
+        # torch 2.14 has made it public, and warns of its former name.
+        set_of_group = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        for group in list(dist.distributed_c10d._world.pg_map):
+            set_of_group(limit, group)
 
 
 def start(config: ParallelConfig, source: str) -> Runtime:

@@ -24,7 +24,7 @@ from dataclasses import asdict, astuple, dataclass, field
 import torch
 import torch.distributed as dist
 
-from hf_parallel.ask.keys.tensor import TP_AXES
+from hf_parallel.ask.keys.axes import TP_AXES
 from hf_parallel.monitor.waits import Clock, DeviceClock, HostClock, Mark, Waits
 
 #: Of the keys under which a Trainer logs what is measured.

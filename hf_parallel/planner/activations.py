@@ -97,7 +97,7 @@ def assume_planned(
     """
     import torch
 
-    from hf_parallel.axes.attention.axis import (
+    from hf_parallel.axes.attention_kernel import (
         choose_kernel_for_auto,
         find_reason_against_torch_flash,
         read_attention,

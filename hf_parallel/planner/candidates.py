@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_parallel.ask.config import ParallelConfig
-from hf_parallel.ask.keys.context import AUTO, RING
+from hf_parallel.ask.keys.axes import AUTO, RING
 from hf_parallel.axes.adapters.four_bit import BLOCK
 from hf_parallel.axes.chunked_loss import find_reason_against_chunks
 from hf_parallel.axes.context.choose import choose_by_cost

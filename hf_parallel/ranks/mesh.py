@@ -38,7 +38,6 @@ import math
 import sys
 import time
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch
@@ -47,8 +46,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.keys.axes import TP_AXES
 from hf_parallel.ask.keys.sizes import SHARDS
-from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.ask.spec import refuse
 from hf_parallel.ranks.devices import Device, measure_device_memory, measure_product_rate
 from hf_parallel.ranks.groups import Groups, make_host_group, make_urgent_options
@@ -307,11 +306,3 @@ def end_all_groups() -> None:
             dist.destroy_process_group()
         gc.collect()
         time.sleep(_LAST_WORK_S)
-
-
-def set_time_out(limit: timedelta) -> None:
-    """Set the time-out of collectives of all groups of this process."""
-    # torch 2.14 has made it public, and warns of its former name.
-    set_of_group = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    for group in list(dist.distributed_c10d._world.pg_map):
-        set_of_group(limit, group)

@@ -31,11 +31,6 @@ def _is_part(value: object) -> bool:
     return torch.is_tensor(value) or isinstance(value, Mapping) or is_nested(value)
 
 
-def get_last_name(path: str) -> str:
-    """Return the name that a value has in the batch that holds it."""
-    return path.rpartition(BETWEEN)[2]
-
-
 def _map_values(batch: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
     """Return a batch of the same form with `change(path, value)` for each of its values."""
     if isinstance(batch, Mapping):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_parallel.ask.config import SpecError
-from hf_parallel.axes.attention import axis as kernels_of_packages
+from hf_parallel.axes import attention_kernel as kernels_of_packages
 from hf_parallel.axes.context import flash
 from hf_parallel.axes.context.attention import _attend_densely, _make_visibility_mask
 from hf_parallel.axes.context.kernels import Scores

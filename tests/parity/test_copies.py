@@ -33,6 +33,12 @@ class Listed:
         self.teacher, self.student = copy.deepcopy(model).requires_grad_(False), copy.deepcopy(model)
         self.swa = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(KEPT))
 
+    def move(self, device):
+        self.listed, self.joined = ([one.to(device) for one in kind] for kind in (self.listed, self.joined))
+        self.named = {name: one.to(device) for name, one in self.named.items()}
+        for model in (self.teacher, self.student, self.swa):
+            model.to(device)
+
     @torch.no_grad()
     def update(self, model):
         parameters = list(model.parameters())
@@ -58,11 +64,13 @@ class Listed:
 def averaging(kind, spec=None):
     """Three steps with averages after each, an evaluation with one of them swapped in, and one more step."""
     activate(spec)
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     model = models.build(kind, **ODD)
     averages = Listed(model)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.2))
+    averages.move(accelerator.device)
     batches = torch.randint(0, 515, (4, 4, 33), generator=torch.Generator().manual_seed(TRAIN_SEED))
+    batches = batches.to(accelerator.device)
     numbers = []
     for number, batch in enumerate(batches):
         numbers += take_step(accelerator, model, optimizer, model(input_ids=batch, labels=batch).loss)
@@ -102,10 +110,11 @@ def test_averages_made_before(kind, spec):
 def mixing(spec, way):
     """What would make a weight of unlike parts."""
     activate(spec)
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     model = models.build("llama", **ODD)
     other = [p.detach() + int(os.environ["RANK"]) for p in model.parameters()]
     model = accelerator.prepare(model)
+    other = [one.to(accelerator.device) for one in other]
     for own, p in zip(other, model.parameters(), strict=True):
         if way == "copy":
             p.data.copy_(own)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer
 from hf_parallel import parallelize
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.ask.keys.pipeline import LOOPED_SCHEDULES, V_SCHEDULES
-from hf_parallel.hooks.trainer import fill_steps
+from hf_parallel.hooks.trainer import joint_steps
 from hf_parallel.planner.candidates import to_layout
 from hf_parallel.planner.dryrun import dry_run
 from hf_parallel.planner.layout import Job
@@ -66,7 +66,7 @@ def start(spec: str, out: str, kind: type[Trainer], changes: dict, options: dict
     trainer = kind(model=models.build(name), args=arguments, train_dataset=Rows(8, 3), **options)
     if late:  # on CPUs it is refused before, with any layout
         vars(trainer.args).update(late)
-        fill_steps.check_trainer_for_fill(trainer)
+        joint_steps.check_trainer_for_fill(trainer)
 
 
 def load_in_four_bits(spec: str, folder: str) -> None:

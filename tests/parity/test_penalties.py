@@ -20,6 +20,7 @@ ODD = {"num_hidden_layers": 3, "vocab_size": 515}
 def penalty_of(model, former):
     """Five penalties, by methods, functions and operators; the last one is refused beside packed weights."""
     parameters = dict(model.named_parameters())
+    former = {name: one.to(model.device) for name, one in former.items()}
     distance = sum(((p - former[name]) ** 2).sum() for name, p in parameters.items())
     distances = sum(torch.nn.functional.mse_loss(p, former[name] / 2) for name, p in parameters.items())
     sparsity = torch.zeros((), device=distance.device)
@@ -77,12 +78,12 @@ def test_trainer(runs, kind, spec, trainer_class):
 def loop(kind, spec=None):
     """Three steps of uneven batches."""
     activate(spec)
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     model = models.build(kind, **ODD)
     former = {name: 0.9 * p.detach().clone() for name, p in model.named_parameters()}
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     numbers = []
-    for batch in torch.randint(0, 515, (3, 4, 33), generator=torch.Generator().manual_seed(1)):
+    for batch in torch.randint(0, 515, (3, 4, 33), generator=torch.Generator().manual_seed(1)).to(accelerator.device):
         loss = model(input_ids=batch, labels=batch).loss + penalty_of(model, former)
         numbers += take_step(accelerator, model, optimizer, loss)
     return numbers

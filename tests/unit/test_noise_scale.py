@@ -5,7 +5,7 @@ import torch
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.monitor.noise import NoiseScale, StepSums, describe_critical_batch
-from hf_parallel.monitor.report.facts import Facts, list_advice
+from hf_parallel.monitor.report_facts import Facts, list_advice
 
 DIMS, SIGMA, STEPS = 50, 3.0, 4000
 

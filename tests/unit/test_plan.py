@@ -18,14 +18,13 @@ ROOM = Path(hf_parallel.__file__).parent
 #: Where a plan is made: reading, deciding, and the arithmetic of schedules; and optimizers, which come after it.
 PLANNING = {
     *(
-        "attention/axis.py",
         "context/choose.py",
         "data/axis.py",
         "experts/axis.py",
         "tensor/axis.py",
         "tensor/infer.py",
     ),
-    *("compression.py", "loss.py", "offload.py", "precision.py", "recompute.py", "tiled_mlp.py"),
+    *("attention_kernel.py", "loss.py", "precision.py", "recompute.py", "storage.py", "tiled_mlp.py"),
     *("pipeline/axis.py", "pipeline/balance.py", "pipeline/schedules.py", "pipeline/timeline.py"),
     *("data/files.py", "data/host_step.py", "data/local_step.py"),
 }

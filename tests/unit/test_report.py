@@ -18,7 +18,7 @@ from hf_parallel.monitor import expected, session
 from hf_parallel.monitor.expected import calibrated
 from hf_parallel.monitor.meter import GIB, RankRow
 from hf_parallel.monitor.report import write
-from hf_parallel.monitor.report.facts import read_facts
+from hf_parallel.monitor.report_facts import read_facts
 from hf_parallel.planner.hardware import make_cluster
 from hf_parallel.planner.search import search
 from hf_parallel.planner.shape import shape_of

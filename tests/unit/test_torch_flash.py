@@ -7,9 +7,9 @@ import torch
 from transformers import Gemma2PreTrainedModel
 
 from hf_parallel import ParallelConfig
-from hf_parallel.axes.attention import axis, flash
-from hf_parallel.axes.attention import flash as varlen
-from hf_parallel.axes.attention.axis import Kernel, choose_kernel_for_auto, read_attention
+from hf_parallel.axes import attention_kernel as axis
+from hf_parallel.axes import torch_flash as flash
+from hf_parallel.axes.attention_kernel import Kernel, choose_kernel_for_auto, read_attention
 from hf_parallel.axes.context.flash import TORCH
 from hf_parallel.axes.context.kernels import Scores
 from tests import models
@@ -27,19 +27,19 @@ def on_cuda(monkeypatch):
 
 def test_the_trial_of_the_kernel(on_cuda, monkeypatch):
     """It passes with a right kernel, and tells a wrong one: no window."""
-    assert varlen.measure_gap("cpu", torch.float32, 16) < 1e-5
-    monkeypatch.setattr(varlen.Pack, "call", lambda packed, window, call=varlen.Pack.call: call(packed, (-1, 0)))
-    assert varlen.measure_gap("cpu", torch.float32, 16) > 0.05
+    assert flash.measure_gap("cpu", torch.float32, 16) < 1e-5
+    monkeypatch.setattr(flash.Pack, "call", lambda packed, window, call=flash.Pack.call: call(packed, (-1, 0)))
+    assert flash.measure_gap("cpu", torch.float32, 16) > 0.05
 
 
 def test_an_error_in_the_trial():
-    assert isinstance(varlen.measure_gap("cpu", torch.float32, 16), str)  # there is none on a CPU
+    assert isinstance(flash.measure_gap("cpu", torch.float32, 16), str)  # there is none on a CPU
 
 
 def test_the_call_of_the_kernel():
     """Names and shapes, as torch knows them without a GPU."""
     q, k = (torch.empty(33, heads, 16, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
-    call = varlen.Pack(torch.empty(4, dtype=torch.int32, device="meta"), 20, None).call((6, 0))
+    call = flash.Pack(torch.empty(4, dtype=torch.int32, device="meta"), 20, None).call((6, 0))
     out, lse = TORCH.forward(q, k, k, call, Scores(0.25))
     assert (out.shape, lse.shape) == (q.shape, (33, 4))
     given = TORCH.backward(q, q, k, k, out, lse, call, Scores(0.25))

@@ -6,11 +6,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from hf_parallel.ask.keys.axes import ExpertKeys, TensorKeys
 from hf_parallel.ask.keys.data import check_rank_list, read_listed_ranks
-from hf_parallel.ask.keys.experts import ExpertKeys
 from hf_parallel.ask.keys.pipeline import SPLIT_BACKWARD, PipelineKeys
 from hf_parallel.ask.keys.sizes import Keys, key
-from hf_parallel.ask.keys.tensor import TensorKeys
 from hf_parallel.ask.spec import refuse, spell
 
 AUTO = "auto"

@@ -20,7 +20,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from hf_parallel.ask.keys.context import ALLGATHER, AUTO, RING, ULYSSES, compute_inner_size
+from hf_parallel.ask.keys.axes import ALLGATHER, AUTO, RING, ULYSSES, compute_inner_size
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.context.flash import PACKAGES, WIDEST, find_reason_of_age
 from hf_parallel.axes.context.ulysses import compute_key_repeats
@@ -132,7 +132,7 @@ def choose_variants(config: ParallelConfig, facts: ContextFacts) -> tuple[Choice
     size, way = config.cp_size, config.context_parallel
     if facts.obstacle is not None:
         refuse(f"cp_size={size}", facts.obstacle, "cp_size=1")
-    # A package is there, as for one process (`axes/attention`). Here it computes blocks, or is not asked at all.
+    # A package is there, as for one process (`attention_kernel.py`). Here it computes blocks, or is not asked at all.
     asked, works = f"attention={config.attention}", "attention=auto"
     if config.attention not in (*_OWN_KERNELS, *PACKAGES):
         known = ", ".join((*_OWN_KERNELS[1:], *PACKAGES))

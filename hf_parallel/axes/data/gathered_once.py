@@ -26,7 +26,7 @@ from hf_parallel.ranks.devices import measure_free_memory
 from hf_parallel.ranks.mesh import ParallelMesh
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    pass
 
 _KEPT = "_hf_parallel_keeps_gathered"
 
@@ -79,17 +79,14 @@ def _has_room(model: nn.Module, mesh: ParallelMesh) -> bool:
         return False
     if mesh.config.zero_stage < 3 or mesh.config.pp_size > 1:
         return True
-    whole = sum(_count_whole_bytes(group) for group in iterate_parameter_groups(model))
+    whole = 0
+    for group in iterate_parameter_groups(model):
+        held: list[Any] = group.fsdp_params
+        stored = [(one._sharded_param_data, one.mesh_info.shard_mesh_size, one.mp_policy.param_dtype) for one in held]
+        lowered = [(own, ranks, dtype if own.is_floating_point() else None) for own, ranks, dtype in stored]
+        whole += sum(own.numel() * ranks * (dtype or own.dtype).itemsize for own, ranks, dtype in lowered)
     least = torch.tensor(measure_free_memory(mesh.device) - 2.0 * whole, device=mesh.device)
     for axis in ("dp_shard", "cp", "tp"):
         if mesh.size(axis) > 1:
             dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.group(axis))
     return bool(least >= 0)
-
-
-def _count_whole_bytes(group: FSDPParamGroup) -> int:
-    """Return the bytes of the weights of a unit when they are gathered."""
-    held: list[Any] = group.fsdp_params
-    stored = [(one._sharded_param_data, one.mesh_info.shard_mesh_size, one.mp_policy.param_dtype) for one in held]
-    lowered = [(own, ranks, dtype if own.is_floating_point() else None) for own, ranks, dtype in stored]
-    return sum(own.numel() * ranks * (dtype or own.dtype).itemsize for own, ranks, dtype in lowered)

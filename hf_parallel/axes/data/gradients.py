@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from hf_parallel.ask.keys.tensor import TP_AXES
+from hf_parallel.ask.keys.axes import TP_AXES
 from hf_parallel.axes.data.lowered import keep_copies
 from hf_parallel.axes.data.units import (
     forget_end_of_backward,
@@ -246,7 +246,7 @@ class HeldGradients:
             reduce_whole_gradients(stage)
 
 
-def clip_grad_norm(
+def clip_over_mesh(
     parameters: Iterable[torch.Tensor],
     max_norm: float,
     mesh: ParallelMesh,

@@ -200,16 +200,6 @@ def make_policy_for(root: nn.Module, dtype: torch.dtype | None = None) -> MixedP
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if widened else None)
 
 
-def follow_autocast(root: nn.Module, device: torch.device) -> None:
-    """From here on each forward pass of `root` gathers weights in autocast's dtype, if it runs under autocast.
-
-    What has been settled by `compute_in` holds instead: accelerate enters autocast inside the model's forward.
-    """
-
-    # Before FSDP2's own hook, which gathers.
-    root.register_forward_pre_hook(lambda module, args: follow_dtype_now(module, device), prepend=True)
-
-
 def follow_dtype_now(root: nn.Module, device: torch.device) -> None:
     """Let the next gathers of `root` be in the dtype that is settled, or else in that of autocast here and now."""
     change(root, getattr(root, _SETTLED, None) or get_autocast_dtype(device))

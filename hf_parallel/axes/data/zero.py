@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 from hf_parallel.ask.keys.data import offload_folder, parameters_rest
 from hf_parallel.axes.data.gathered_once import is_kept_gathered
 from hf_parallel.axes.data.gradients import round_after_backward
-from hf_parallel.axes.data.lowered import follow_autocast, make_policy_for
+from hf_parallel.axes.data.lowered import follow_dtype_now, make_policy_for
 from hf_parallel.axes.data.units import (
     allow_packed_weights,
     get_groups_of,
@@ -255,7 +255,9 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
     for module in iterate_sharded_modules(root):
         _name_as_before(type(module))
     let_units_work_in_place(root)
-    follow_autocast(root, mesh.device)
+    # Before FSDP2's own hook, which gathers: weights in autocast's dtype, if a forward pass runs under autocast. What
+    # `compute_in` has settled holds instead: accelerate enters autocast inside the model's forward.
+    root.register_forward_pre_hook(lambda module, args: follow_dtype_now(module, mesh.device), prepend=True)
     round_after_backward(root)
     if root is model:  # a pipeline frees its stages itself
         model.register_forward_pre_hook(_gather_anew, prepend=True)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_parallel.ask.keys.tensor import TP_AXES
+from hf_parallel.ask.keys.axes import TP_AXES
 from hf_parallel.axes.tensor import gather_recompute
 from hf_parallel.axes.tensor.layers import TensorParallelLayer, get_local_weight, get_rows_on
 from hf_parallel.axes.tensor.region import READ_BESIDES, Region, does_read_features

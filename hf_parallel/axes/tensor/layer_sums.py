@@ -67,7 +67,9 @@ class LayerSums:
         self.runs = True
         held = {}
         for (module, name), way in self._known.items() if torch.is_grad_enabled() else ():
-            way = way or self._known[module, name] or self._find_way(layer, module)
+            if not way:  # the modules inside the layer that hold this one, and itself
+                inside = (one for one in layer.modules() if one is not layer)
+                way = [one for one in inside if any(part is module for part in one.modules())]
             self._known[module, name] = way
             weight: Any = module._parameters.get(name)
             # A unit inside the layer gathers its weights later, and reduces their gradients earlier.
@@ -81,11 +83,6 @@ class LayerSums:
     def _end(self, layer: nn.Module, args: tuple, output: object) -> None:
         if not torch.compiler.is_compiling():
             self.runs, self._copies = False, {}
-
-    @staticmethod
-    def _find_way(layer: nn.Module, module: nn.Module) -> list[nn.Module]:
-        """Return the modules inside the layer that hold this one, and itself."""
-        return [one for one in layer.modules() if one is not layer and any(part is module for part in one.modules())]
 
 
 def sum_by_layer(model: nn.Module, group: dist.ProcessGroup) -> None:

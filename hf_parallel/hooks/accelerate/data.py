@@ -254,7 +254,7 @@ def _dispatch_by_data_rank(dataloader: DataLoaderDispatcher) -> None:
 
     dataloader.slice_fn = slice_fn
     base = dataloader.base_dataloader
-    base.collate_fn = CheckingCollator(base.collate_fn, base.batch_size or 0, _count_sharing_ranks(dataloader))
+    base.collate_fn = CheckingCollator(base.collate_fn, base.batch_size or 0, count_sharing_ranks(dataloader))
 
 
 @dataclass
@@ -280,20 +280,16 @@ class CheckingCollator:
                 do='accelerator_config={"dispatch_batches": False} works, and so does a data set with a length',
             )
         if len(examples) < self.batch_size and len(examples) < (count_examples(batch) or 0):
-            _refuse_cut_examples(self.ranks)  # a whole stream of less than one batch: nothing told before
+            refuse_cut_examples(self.ranks)  # a whole stream of less than one batch: nothing told before
         return batch
 
 
-def refuse_cut_examples(dataloader: DataLoader) -> None:
-    """The last batch of a stream is shared out row by row: examples of several rows would be torn apart.
+def refuse_cut_examples(ranks: int) -> None:
+    """Refuse examples of several rows where so many ranks share out the last batch of a stream row by row.
 
     Raises:
-        SpecError: this may happen to `dataloader`.
+        SpecError: examples would be torn apart, because there are several ranks.
     """
-    _refuse_cut_examples(_count_sharing_ranks(dataloader))
-
-
-def _refuse_cut_examples(ranks: int) -> None:
     if ranks > 1:
         refuse(
             f"an IterableDataset whose examples have several rows, with {ranks} data ranks",
@@ -302,7 +298,7 @@ def _refuse_cut_examples(ranks: int) -> None:
         )
 
 
-def _count_sharing_ranks(dataloader: DataLoader) -> int:
+def count_sharing_ranks(dataloader: DataLoader) -> int:
     """Count the data ranks over which the rows of the last batch are shared out: 1 where it stays in one piece."""
     from accelerate.data_loader import DataLoaderDispatcher
 
@@ -326,9 +322,7 @@ def gather(original: Callable, tensor: object) -> object:
         batch = cast(dict, tensor)
         return type(batch)({key: gather(original, lists.get(key, value)) for key, value in batch.items()})
 
-    def gather_tensors(tensor: object) -> object:
-        return recursively_apply(_gather_unlike_tensors, tensor, error_on_other_type=True)
-
+    gather_tensors = functools.partial(recursively_apply, _gather_unlike_tensors, error_on_other_type=True)
     may_differ = runtime.mesh().config.shares_batches or is_ragged(GradientState())
     return (gather_tensors if may_differ else _check_shapes_first(original, gather_tensors))(tensor)
 
@@ -456,7 +450,5 @@ def reduce(original: Callable, tensor: object, reduction: str = "mean", scale: f
         dist.all_reduce(value, operation, group=mesh.data_group)
         return value / mesh.data_size if reduction == "mean" else value
 
-    def reduce_all(tensor: object) -> object:
-        return recursively_apply(reduce_one, tensor, error_on_other_type=True)
-
+    reduce_all = functools.partial(recursively_apply, reduce_one, error_on_other_type=True)
     return _check_shapes_first(original, reduce_all)(tensor)

@@ -55,7 +55,10 @@ def save_state(
     for asked, spelled, works in refusals:
         if asked:
             raise NotImplementedError(f"hf_parallel: save_state with {spelled} is not part of this version; {works}")
-    if _is_rank_0_alone(self):
+    advice = "call accelerator.save_state on all ranks, or put a barrier after it"
+    if desync.meet_or_ask("accelerator.save_state", of_session(_Alone).requests.get(self), advice):  # rank 0 is alone
+        for model in self._models:
+            refuse_changes_of_rank_0(model)
         messages.send_from_one(lambda: (output_dir, self.step))
     return _save_together(self, output_dir)
 
@@ -88,7 +91,7 @@ def _save_together(self: Accelerator, output_dir: str | None) -> str:
 
 @dataclass(eq=False)
 class _Alone:
-    """What such a save needs.
+    """A save that rank 0 begins by itself.
 
     Attributes:
         requests: the number of each accelerator's request.
@@ -112,16 +115,6 @@ def let_rank_0_save(original: Callable, self: Accelerator, *args: object, **kwar
             alone.requests[self] = number
             of_process(desync.Answering).on_question = alone.keep_random_states
     return original(self, *args, **kwargs)
-
-
-def _is_rank_0_alone(accelerator: Accelerator) -> bool:
-    """Return True on rank 0 if the others have begun to save with it; return False where all come to this call."""
-    advice = "call accelerator.save_state on all ranks, or put a barrier after it"
-    if not desync.meet_or_ask("accelerator.save_state", of_session(_Alone).requests.get(accelerator), advice):
-        return False
-    for model in accelerator._models:
-        refuse_changes_of_rank_0(model)
-    return True
 
 
 def _save_with_rank_0(accelerator: Accelerator) -> None:

@@ -292,7 +292,7 @@ def does_save_checkpoints(args: TrainingArguments) -> bool:
     return str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
 
 
-def refuse_unsavable_states(trainer: Trainer) -> None:
+def refuse_unsavable_optimizer(trainer: Trainer) -> None:
     """Look at the optimizer's states after its first step, rather than when the first checkpoint is due.
 
     Raises:

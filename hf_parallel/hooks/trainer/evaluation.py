@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import hangs, report, runtime
-from hf_parallel.hooks.accelerate.data import refuse_cut_examples
+from hf_parallel.hooks.accelerate.data import count_sharing_ranks, refuse_cut_examples
 from hf_parallel.hooks.accelerate.shares import (
     OneLoader,
     compute_full_share,
@@ -70,10 +70,6 @@ class WeighedParts(Weighed, list):
     """A weighed batch that is a sequence of tensors or of batches."""
 
 
-def _weigh_batch(batch: Any) -> WeighedBatch | WeighedParts:
-    return WeighedBatch(batch) if isinstance(batch, Mapping) else WeighedParts(batch)
-
-
 def describe_batch(batch: Any) -> StepRecord:
     """Return what is known of the rows of a batch to train on."""
     return StepRecord(batch.real_rows, batch.share) if isinstance(batch, Weighed) else StepRecord()
@@ -97,7 +93,8 @@ def without_repeats(trainer: Trainer, batches: Iterator) -> Iterator:
             keep = whole or (_should_run_scheduled(trainer, batch) and rows.JOINED not in batch)
             kept = rows.without_targets(batch, real, count) if keep else rows.trim(batch, real, count, blocks)
             taken = dict(rows.open_batch(kept))
-            last = _weigh_batch(close(taken if real else rows.with_tokens_for_decoder(taken, trainer.model)))
+            last = close(taken if real else rows.with_tokens_for_decoder(taken, trainer.model))
+            last = WeighedBatch(last) if isinstance(last, Mapping) else WeighedParts(last)
             last.real_rows, last.share = real, 1.0 if keep else share_of_rows(state, count)
             yield last
         elif ends or (config.shares_batches and not config.pack_tokens):
@@ -201,7 +198,7 @@ def tell_examples_apart(
         record.rows_per_example = held // full
     blocks = record.rows_per_example if known is None else known
     if blocks > 1 or held > full:
-        refuse_cut_examples(state.active_dataloader)
+        refuse_cut_examples(count_sharing_ranks(state.active_dataloader))
     return batch, blocks if held % blocks == 0 else 1
 
 

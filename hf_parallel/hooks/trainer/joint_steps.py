@@ -20,7 +20,7 @@ from hf_parallel.axes.pipeline.batches import count_rows
 from hf_parallel.axes.pipeline.engine import run_calls
 from hf_parallel.axes.pipeline.joint import JointStep
 from hf_parallel.axes.pipeline.schedules import can_run_micro_batches, count_micro_batches
-from hf_parallel.hooks import runtime
+from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.patching import replacing
 from hf_parallel.hooks.trainer import bad_numbers, losses
 from hf_parallel.hooks.trainer.checkpoints import StepRecord, record_of
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from hf_parallel.axes.pipeline.engine import PipelineEngine
     from hf_parallel.axes.pipeline.joint import ScheduledCall
+
 
 #: Optimizers that step while the backward pass runs.
 FUSED, LAYERWISE = ("lomo", "adalomo"), "_layerwise"
@@ -165,3 +166,34 @@ def find_reason_to_run_apart(trainer: Trainer, engine: PipelineEngine) -> str | 
         return f"{watching[0].__name__} looks at gradients between them (on_substep_end)"
     known = losses.is_own(trainer) or engine.sums_over_tokens
     return None if known else "the loss of the model is not a sum over tokens"
+
+
+# ---- `pipeline_fill=kfac`: what it cannot train
+
+
+def check_trainer_for_fill(trainer: Trainer) -> None:
+    """Refuse training of which the bubbles cannot take the curvature.
+
+    Raises:
+        SpecError: the trainer has a loss, a step, a precision or an optimizer of such a kind.
+    """
+    engine = find_engine_of(trainer)
+    if engine is None or engine.fill is None:
+        return
+    args, asked, works = trainer.args, f"pipeline_fill={engine.config.pipeline_fill}", "pipeline_fill=none"
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    reason = find_reason_not_announced(trainer)
+    if reason is not None:
+        refuse(asked, f"takes the curvature of the model's own loss, but {reason}", works)
+    if args.fp16:
+        refuse(asked, "a step that fp16 leaves out would spoil the curvature of several; fp16=True", "bf16=True")
+    if getattr(args, "gradient_checkpointing", False) or getattr(args, "activation_checkpointing", False):
+        refuse(asked, "would see each forward pass twice; gradient_checkpointing=True", "gradient_checkpointing=False")
+    if optimizer in FUSED or optimizer.endswith(LAYERWISE):
+        refuse(asked, f"optim={optimizer} updates weights in the backward pass", "optim=adamw_torch")
+    oldest = 2 * engine.fill.interval - 1
+    report.say(
+        f"{asked} is another algorithm than training in one process: gradients are preconditioned by curvature that "
+        f"is up to {oldest} steps old (K-FAC in pipeline bubbles, arXiv 2211.14133); {works} has the numbers of one "
+        "process"
+    )

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from transformers.utils import ModelOutput
 
-from hf_parallel.ranks.nested_batches import get_last_name, is_path
+from hf_parallel.ranks.nested_batches import BETWEEN, is_path
 
 #: What a collator gives: tensors by name, and what a script puts beside them.
 Batch: TypeAlias = MutableMapping[str, Any]
@@ -106,7 +106,7 @@ def without_targets(batch: Batch, real: int, rows: int) -> dict:
     """
     kept = dict(batch)
     for key, labels in batch.items():
-        if get_last_name(str(key)) not in ("labels", "shift_labels", LABELS_COUNTED):
+        if str(key).rpartition(BETWEEN)[2] not in ("labels", "shift_labels", LABELS_COUNTED):
             continue
         if key == "labels" and real == 0 and torch.is_tensor(labels) and labels.ndim == 1:
             kept[LABELS_COUNTED] = torch.full_like(labels, -100)

@@ -33,7 +33,6 @@ from hf_parallel.hooks.trainer import (
     checkpoints,
     delayed_steps,
     evaluation,
-    fill_steps,
     joint_steps,
     losses,
     means,
@@ -237,7 +236,7 @@ def init(
     losses.prepare_own_loss(self)
     means.tell_of_sums_over_processes(self)
     delayed_steps.check_trainer_for_delay(self)
-    fill_steps.check_trainer_for_fill(self)
+    joint_steps.check_trainer_for_fill(self)
     joint_steps.check_mirrored_trainer(self)
 
 
@@ -259,7 +258,7 @@ def call_model_init(original: Callable, self: Trainer, trial: object = None) -> 
     if hasattr(self, "compute_loss_func"):  # otherwise Trainer.__init__ is still running, and `init` does this
         losses.prepare_own_loss(self)
         delayed_steps.check_trainer_for_delay(self)
-        fill_steps.check_trainer_for_fill(self)
+        joint_steps.check_trainer_for_fill(self)
         joint_steps.check_mirrored_trainer(self)
     return model
 
@@ -416,7 +415,7 @@ def run_own_step(
 def on_step_end(trainer: Trainer, original: Callable, *args: object, **kwargs: object) -> object:
     """End a step after its last callback: logging, evaluation and saving are not part of its time."""
     own_loops.refuse_steps_without_backward(type(trainer).__name__)
-    checkpoints.refuse_unsavable_states(trainer)
+    checkpoints.refuse_unsavable_optimizer(trainer)
     control, record = original(*args, **kwargs), record_of(trainer)
     monitoring.end_monitored_step()
     if record.profile is not None:

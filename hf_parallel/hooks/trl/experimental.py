@@ -279,13 +279,12 @@ def importance_loss(original: Callable, self: Trainer, *args: object, **kwargs: 
     return loss
 
 
-def _weigh(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return (values * tokens).sum() / tokens.sum()
-
-
 #: Metrics of IW-OPD's loss -> how those of data ranks, and their numbers of tokens, become one.
 _IMPORTANCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    **{f"iw_opd/mean_{name}": _weigh for name in ("advantage", "abs_advantage", "weight")},
+    **dict.fromkeys(
+        [f"iw_opd/mean_{name}" for name in ("advantage", "abs_advantage", "weight")],
+        lambda values, tokens: (values * tokens).sum() / tokens.sum(),
+    ),
     "iw_opd/min_weight": lambda values, tokens: values.min(),
     "iw_opd/max_weight": lambda values, tokens: values.max(),
 }

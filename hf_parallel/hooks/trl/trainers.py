@@ -473,12 +473,10 @@ def precompute_reference(
     """Let all ranks read the file that rank 0 writes. A data set in memory has a folder of its own per process."""
     if not hasattr(dataset, "_get_cache_file_path"):  # a stream, which TRL refuses
         return original(self, dataset, *args, **kwargs)
-    find_path = dataset._get_cache_file_path
-
-    def find_shared_path(fingerprint: str) -> str:
-        return messages.send_from_one(lambda: find_path(fingerprint))
-
-    with replacing(dataset, _get_cache_file_path=find_shared_path):
+    find = dataset._get_cache_file_path
+    with replacing(
+        dataset, _get_cache_file_path=lambda fingerprint: messages.send_from_one(lambda: find(fingerprint))
+    ):
         return original(self, dataset, *args, **kwargs)
 
 

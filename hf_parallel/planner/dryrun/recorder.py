@@ -31,9 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_parallel.apply.parallelize import ParallelState, state_of
+from hf_parallel.ask.keys.axes import TP_AXES
 from hf_parallel.ask.keys.pipeline import JOINING_SCHEDULES
 from hf_parallel.ask.keys.sizes import SHARDS
-from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.activation_offload import watch_copies
 from hf_parallel.axes.data.compressed import list_compression_groups

@@ -1,4 +1,9 @@
-"""The page: one text without scripts and without addresses. All that comes from files is escaped."""
+"""A page about a training, made of what it has left in its output folder: HTML, and nothing beside it.
+
+    path = write("OUTPUT_DIR")                 # OUTPUT_DIR/report.html
+
+The page is one text without scripts and without addresses. All that comes from files is escaped.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.monitor.expected import BUBBLE, COMMUNICATION, COMPUTE, OTHER, find_term_of
-from hf_parallel.monitor.report.facts import (
+from hf_parallel.monitor.report_facts import (
     PARTS,
     Facts,
     as_mapping,
@@ -24,11 +29,12 @@ from hf_parallel.monitor.report.facts import (
     list_advice,
     list_finite_numbers,
     number,
+    read_facts,
 )
 from hf_parallel.ranks.mesh import compute_coordinates, compute_data_rank
 
 if TYPE_CHECKING:
-    from hf_parallel.monitor.report.facts import Line
+    from hf_parallel.monitor.report_facts import Line
 
 
 # ---- Curves and stacked bars as SVG to be put into a page: matplotlib draws, the page's style sheet has the colours
@@ -469,3 +475,16 @@ def _render_table(heads: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="table card"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def write(folder: str, out: str | None = None) -> str:
+    """Write the page and return its path.
+
+    Raises:
+        SpecError: the folder is not that of a training under a layout, or the page cannot be drawn.
+    """
+    page = render_page(read_facts(folder))
+    path = out or os.path.join(folder, "report.html")
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(page)
+    return path

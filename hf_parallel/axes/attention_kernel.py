@@ -12,10 +12,10 @@ import torch
 
 from hf_parallel.ask.keys.layers import AUTO, REGISTERED_FLASH, TORCH_FLASH
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.attention.flash import measure_gap
 from hf_parallel.axes.axis import Axis
 from hf_parallel.axes.context.choose import can_use_registries, read_score_dropout, read_sliding_window
 from hf_parallel.axes.context.flash import compute_widest_head
+from hf_parallel.axes.torch_flash import measure_gap
 from hf_parallel.model.anatomy import get_text_config, read_head_width_of
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ class Attention(Axis["AttentionFacts", "Kernel | None"]):
         own = model.config._attn_implementation or "eager"
         refuse_masked_targets(model, own, part.name, f"attention={part.name}", f"attention={own}", part.shifts)
         if part.name == TORCH_FLASH:
-            from hf_parallel.axes.attention.flash import register_torch_flash
+            from hf_parallel.axes.torch_flash import register_torch_flash
 
             register_torch_flash()
         model.set_attn_implementation(REGISTERED_FLASH if part.name == TORCH_FLASH else part.name)
