@@ -64,6 +64,24 @@ class Penalty(OwnStep):
         return loss
 
 
+class PenaltyBeside(OwnStep):
+    """Adds it to the loss of its step, where each stage of a pipeline would log its own part."""
+
+    def compute_step(self, model, inputs):
+        return model(**inputs).loss + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+
+class PenaltyOfKnown(OwnStep):
+    """Knows the weights before it trains; the last stage of a pipeline would add its own alone."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs).loss + 0.1 * sum(p.square().sum() for p in self.known)
+
+    def train(self, *args, **kwargs):
+        self.known = list(self.model.parameters())
+        return super().train(*args, **kwargs)
+
+
 class LogitsByPlace(OwnStep):
     """Reads what a training step of a pipeline does not keep."""
 
@@ -71,7 +89,15 @@ class LogitsByPlace(OwnStep):
         return model(**inputs)[1].mean()
 
 
-KINDS = {"own": OwnStep, "prepared": PreparedFirst, "second": SecondLoader, "penalty": Penalty, "place": LogitsByPlace}
+KINDS = {
+    "own": OwnStep,
+    "prepared": PreparedFirst,
+    "second": SecondLoader,
+    "penalty": Penalty,
+    "beside": PenaltyBeside,
+    "known": PenaltyOfKnown,
+    "place": LogitsByPlace,
+}
 
 
 def train(spec: str | None, out: str, kind: str) -> Outcome:
@@ -97,6 +123,8 @@ def test_a_step_of_its_own_counts_each_example_once(runs, kind, spec):
     ("kind", "spec", "words"),
     [
         ("penalty", "dp_shard=2", "p.grad.add_.* before the optimizer's step works"),
+        ("beside", "pp=2", "each stage of pp_size=2 has its own alone: p.grad.add_.* works"),
+        ("known", "pp=2", "each stage of pp_size=2 has its own alone: p.grad.add_.* works"),
         ("place", "pp=2", "keeps no output 1; call the model without labels"),
     ],
 )

@@ -25,6 +25,7 @@ from hf_parallel.axes.pipeline.batches import (
     COUNTED,
     DetachedNode,
     collect_fresh_gradients,
+    find_leaves,
     share_result,
     split_rows,
     tokens_of,
@@ -195,6 +196,9 @@ def serve_script(engine: StageRunner, batch: Batch, script: Callable[[], object]
     if engine.last:
         with messages.tell_error(control, source, lambda: not session.passing):
             result = session.run(script)
+            if grad:
+                layers = (layer for view in engine.views for layer in view.layers)
+                engine.refuse_penalty(find_leaves(tree_leaves(result))[0], layers)
         dist.broadcast_object_list(told, group=control, group_src=source)  # lets the others go
     while not engine.last:  # run layers until the script has ended
         dist.broadcast_object_list(told, group=control, group_src=source)
