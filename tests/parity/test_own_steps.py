@@ -55,6 +55,21 @@ class SecondLoader(OwnStep):
         return self.compute_loss(model, inputs) + self.compute_loss(model, batch) / 2
 
 
+class Shortened(OwnStep):
+    """Computes its loss from a batch of which it has changed every tensor."""
+
+    def compute_step(self, model, inputs):
+        return self.compute_loss(model, {key: value[:, 1:].clone() for key, value in inputs.items()})
+
+
+class Alike(Rows):
+    """Rows that repeat one token."""
+
+    def __getitem__(self, index):
+        row = super().__getitem__(index)
+        return {**row, "input_ids": row["input_ids"][:1].expand(16), "labels": row["labels"][-1:].expand(16)}
+
+
 class Penalty(OwnStep):
     """Adds the distance to former weights in place."""
 
@@ -93,6 +108,7 @@ KINDS = {
     "own": OwnStep,
     "prepared": PreparedFirst,
     "second": SecondLoader,
+    "shortened": Shortened,
     "penalty": Penalty,
     "beside": PenaltyBeside,
     "known": PenaltyOfKnown,
@@ -100,11 +116,12 @@ KINDS = {
 }
 
 
-def train(spec: str | None, out: str, kind: str) -> Outcome:
+def train(spec: str | None, out: str, kind: str, rows: Rows | None = None) -> Outcome:
     """Four steps, of which the last is ragged: of 30 rows, on four data ranks, one has none."""
     data_ranks = activate(spec)
     settings = {"per_device_train_batch_size": 8 // data_ranks}
-    return fit(*trainer_of(models.build("llama"), out, data_ranks, settings, KINDS[kind], train_dataset=Rows(30, 11)))
+    rows = Rows(30, 11) if rows is None else rows
+    return fit(*trainer_of(models.build("llama"), out, data_ranks, settings, KINDS[kind], train_dataset=rows))
 
 
 @pytest.mark.parametrize(
@@ -113,10 +130,19 @@ def train(spec: str | None, out: str, kind: str) -> Outcome:
         ("own", "dp_shard=2"),
         ("prepared", "dp_shard=4"),
         ("second", "dp_shard=4"),
+        ("second", "pp=2,dp_shard=2"),
+        ("shortened", "dp_shard=4"),
+        ("shortened", "pp=2,dp_shard=2"),
     ],
 )
 def test_a_step_of_its_own_counts_each_example_once(runs, kind, spec):
     runs.compare(train, spec, kind)
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=4", "pp=2,dp_shard=2"])
+def test_ranks_agree_that_a_batch_is_of_a_second_loader(runs, spec):
+    """Of the last 3 rows the first rank has two, which differ; the others have one or none, which tells nothing."""
+    runs.compare(train, spec, "second", Alike(27, 11))
 
 
 @pytest.mark.parametrize(

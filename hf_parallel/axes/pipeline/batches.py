@@ -217,7 +217,7 @@ def find_leaves(results: Iterable[object]) -> tuple[list[torch.Tensor], bool]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, DetachedNode._backward_cls):  # type: ignore[attr-defined]
+        if isinstance(node, DetachedNode._backward_cls):
             passes = True
             continue
         leaves += [node.variable] if hasattr(node, "variable") else []

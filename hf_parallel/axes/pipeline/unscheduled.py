@@ -166,6 +166,11 @@ class Serving(Session):
         """
         engine = self.engine
         passes = [done for made in self.made if made.call.grad for done in made.passes]
+        # Another call's backward pass may have freed what this one needs. Ranks with a single micro-batch would reduce
+        # the first unit's gradients before they gather the second one's weights, and others gather both first.
+        for module in engine.stages.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
         with collect_fresh_gradients(engine.trainable()) as fresh:
             for stage in engine.stages:
                 _reduce_in(stage, False)

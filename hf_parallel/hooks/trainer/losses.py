@@ -205,16 +205,22 @@ def _count_items_and_targets(
 def _is_another_batch(trainer: Trainer, inputs: Any) -> bool:
     """Return whether a step of the script's own computes the loss of other examples than those of its ragged batch.
 
-    Such as those of a second loader, of which all are real. A script may have copied the step's batch, or changed
-    parts of it; so that a batch is another one only if it has no matrix of numbers in common with it.
+    Such as those of a second loader, of which all are real. Its own may be changed, if they are as many: their tensors
+    come from the batch's. A batch that went through other libraries has a matrix of numbers in common with it, if it
+    is the same. All data ranks ask, because values may differ on one of them and tell nothing on the others.
     """
-    step = record_of(trainer).step
-    if not step.tensors or step.real_rows is None:
+    step, mesh = record_of(trainer).step, runtime.mesh()
+    if step.own is None or step.real_rows is None:
         return False
     given = [value for value in open_batches(inputs)[0].values() if torch.is_tensor(value)]
-    telling = [one for one in step.tensors if one.ndim > 1 and one.numel() and bool((one != one.flatten()[0]).any())]
+    if step.own.made_any_of(given):
+        return False
+    telling = [one for one in step.own.batch if one.ndim > 1 and one.numel() and bool((one != one.flatten()[0]).any())]
     pairs = ((own, other) for own in telling for other in given if own.shape == other.shape)
-    return bool(telling) and not any(torch.equal(own.to(other), other) for own, other in pairs)
+    differs = bool(telling) and not any(torch.equal(own.to(other), other) for own, other in pairs)
+    somewhere = torch.tensor(differs, dtype=torch.int32, device=mesh.device)
+    dist.all_reduce(somewhere, dist.ReduceOp.MAX, group=mesh.data_group)
+    return bool(somewhere)
 
 
 def _open_batches_for(own: Callable, inputs: Any) -> tuple[dict, Callable]:
