@@ -39,11 +39,14 @@ class PreparedFirst(OwnStep):
 class SecondLoader(OwnStep):
     """Reads a second loader in each step, which ends before the first one and begins anew."""
 
-    batches = None
+    batches, rows = None, 16
 
     def compute_step(self, model, inputs):
+        return self.compute_loss(model, inputs) + self.compute_loss(model, self.read_others()) / 2
+
+    def read_others(self):
         if self.batches is None:
-            others = Rows(16, 12)
+            others = Rows(self.rows, 12)
             size = self.args.per_device_train_batch_size
             loader = DataLoader(others, size, sampler=RandomSampler(others), collate_fn=self.data_collator)
             self.loader = self.accelerator.prepare(loader)
@@ -52,7 +55,25 @@ class SecondLoader(OwnStep):
         if batch is None:
             self.batches = iter(self.loader)
             batch = next(self.batches)
-        return self.compute_loss(model, inputs) + self.compute_loss(model, batch) / 2
+        return batch
+
+
+class RaggedSecond(SecondLoader):
+    """The second loader ends with a batch of 5 rows."""
+
+    rows = 13
+
+
+class EvaluatesSecond(OwnStep):
+    """Reads the second loader in its evaluation."""
+
+    batches, rows, read_others = None, 16, SecondLoader.read_others
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        with torch.no_grad():
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+            loss = loss + self.compute_loss(model, self.read_others()) / 2
+        return loss, outputs.logits, inputs["labels"]
 
 
 class Shortened(OwnStep):
@@ -108,6 +129,8 @@ KINDS = {
     "own": OwnStep,
     "prepared": PreparedFirst,
     "second": SecondLoader,
+    "ragged": RaggedSecond,
+    "evaluates": EvaluatesSecond,
     "shortened": Shortened,
     "penalty": Penalty,
     "beside": PenaltyBeside,
@@ -120,8 +143,10 @@ def train(spec: str | None, out: str, kind: str, rows: Rows | None = None) -> Ou
     """Four steps, of which the last is ragged: of 30 rows, on four data ranks, one has none."""
     data_ranks = activate(spec)
     settings = {"per_device_train_batch_size": 8 // data_ranks}
-    rows = Rows(30, 11) if rows is None else rows
-    return fit(*trainer_of(models.build("llama"), out, data_ranks, settings, KINDS[kind], train_dataset=rows))
+    sets = {"train_dataset": Rows(30, 11) if rows is None else rows}
+    sets["eval_dataset"] = Rows(13, 12) if kind == "evaluates" else None
+    made = trainer_of(models.build("llama"), out, data_ranks, settings, KINDS[kind], **sets)
+    return fit(*made, predicts=kind == "evaluates")
 
 
 @pytest.mark.parametrize(
@@ -131,6 +156,10 @@ def train(spec: str | None, out: str, kind: str, rows: Rows | None = None) -> Ou
         ("prepared", "dp_shard=4"),
         ("second", "dp_shard=4"),
         ("second", "pp=2,dp_shard=2"),
+        ("ragged", "dp_shard=4"),
+        ("ragged", "pp=2,dp_shard=2"),
+        ("evaluates", "dp_shard=4"),
+        ("evaluates", "pp=2,dp_shard=2"),
         ("shortened", "dp_shard=4"),
         ("shortened", "pp=2,dp_shard=2"),
     ],

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
 
     from hf_parallel.axes.pipeline.script_loss import Plan
-    from hf_parallel.hooks.trainer.rows import OfBatch
+    from hf_parallel.hooks.trainer.other_batches import OfBatch
     from hf_parallel.monitor.profile import Profile
 
 
@@ -103,6 +103,7 @@ class TrainerRecord:
         read_ahead: the step in progress and the next one, where a pipeline does not drain between them.
         reads: the batches of the pass in progress.
         loader: their loader, if it is one of accelerate's.
+        eval_loader: that of the evaluation in progress.
     """
 
     step: StepRecord = field(default_factory=StepRecord)
@@ -132,6 +133,7 @@ class TrainerRecord:
     read_ahead: Any = None  # a `delayed_steps.ReadAhead`
     reads: Any = None
     loader: Any = None
+    eval_loader: Any = None
 
 
 def record_of(trainer: Trainer) -> TrainerRecord:
