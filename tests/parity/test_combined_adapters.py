@@ -7,7 +7,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests import models
-from tests.distributed import RankFailure, run
+from tests.distributed import RankFailure, run, run_alone
 from tests.rows import data
 from tests.training import Outcome, activate, axes, check_numbers, fit, trainer_of
 
@@ -77,6 +77,39 @@ def delete(spec, out, folder) -> Outcome:
 def test_deleted_as_in_one_process(runs, spec):
     for rank in runs.compare(delete, spec, runs.initial("odd")):
         assert not any("second" in key for key in rank.gradient_keys[-1])
+
+
+def choose_by_row(spec, folder):
+    """The logits of five rows, each with an adapter of its own or none, and what they go on with."""
+    model = start(spec, folder)[0].eval()
+    names = ["second", "default", "__base__", "second", "default"]
+    tokens = torch.arange(55).view(5, 11)
+    with torch.no_grad():
+        logits = model(input_ids=tokens, adapter_names=names).logits.double()
+    drawn = model.generate(input_ids=tokens, adapter_names=names, max_new_tokens=3, do_sample=False)
+    return logits.square().mean((1, 2)).tolist(), drawn.tolist()
+
+
+@pytest.mark.parametrize("spec", ["pp=2", "tp=2", "dp_shard=2"])
+def test_each_row_has_its_adapter(runs, spec):
+    folder = runs.initial("odd")
+    (squares, drawn), ranks = run_alone(choose_by_row, None, folder), run(choose_by_row, 2, spec, folder, init=False)
+    check_numbers([rank[0] for rank in ranks], squares)
+    assert all(rank[1] == drawn for rank in ranks)
+
+
+def tell_status(spec, folder):
+    model = start(spec, folder)[0]
+    model.set_adapter("second")
+    found = [model.get_model_status(), model.get_layer_status()]
+    model.merge_adapter()
+    return [*found, peft.get_layer_status(model), peft.get_model_status(model)]
+
+
+def test_a_stage_tells_of_the_layers_of_all(runs):
+    folder = runs.initial("odd")
+    reference = run_alone(tell_status, None, folder)
+    assert run(tell_status, 2, "pp=2", folder, init=False) == [reference] * 2
 
 
 def draw(spec, folder):

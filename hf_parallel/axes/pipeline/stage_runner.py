@@ -172,6 +172,7 @@ class StageRunner:
         self.recorder = Recorder(mesh.device)
         self.items: torch.Tensor | None = None  # the whole batch's number of targets, while a script's loss sees parts
         self.handed_over: torch.Tensor | None = None  # from a stage to the next on the same rank
+        self.rows: slice | None = None  # of the batch, while a micro-batch of it passes outside of a schedule
         self.pipelines = pipelines_of(mesh)
         self.number = len(self.pipelines.engines)
         self.pipelines.engines.append(weakref.ref(self))

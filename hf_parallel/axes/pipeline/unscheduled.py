@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -145,7 +146,11 @@ class Serving(Session):
         with torch.set_grad_enabled(call.grad), restore_described_state(engine, call), known:
             engine.services.before_run(engine.model.training, tokens_of(kwargs).shape)
             self.passing = True
-            outputs = [_forward_pass(made, part) for part in parts]
+            outputs, ends = [], itertools.accumulate(tokens_of(part).shape[0] for part in parts)
+            for part, end in zip(parts, ends, strict=True):
+                engine.rows = slice(end - tokens_of(part).shape[0], end)
+                outputs.append(_forward_pass(made, part))
+            engine.rows = None
             router_logits = None
             if made.balance is not None:
                 router_logits = made.balance.close(engine.boundary(tokens_of(kwargs), "meta").shape[:2].numel())
