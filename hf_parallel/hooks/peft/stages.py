@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @patch("peft.tuners.lora.model:_adapter_names_pre_forward_hook", "names those of all rows to a micro-batch")
 def name_adapters_of_rows(
     original: Callable, target: nn.Module, args: tuple, kwargs: dict, adapter_names: list
-) -> Any:
+) -> object:
     """Give a layer of a stage the names for the rows of its micro-batch."""
     engines = [] if runtime.current() is None else pipelines_of(runtime.mesh()).engines
     rows = next((engine.rows for one in engines if (engine := one()) is not None and engine.rows is not None), None)

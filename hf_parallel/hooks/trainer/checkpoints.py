@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
 
     from hf_parallel.axes.pipeline.script_loss import Plan
-    from hf_parallel.hooks.trainer.other_batches import OfBatch
+    from hf_parallel.hooks.trainer.rows import OfBatch
     from hf_parallel.monitor.profile import Profile
 
 

@@ -28,7 +28,6 @@ from hf_parallel.hooks.accelerate.shares import (
 from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.hooks.trainer import losses, means, rows
 from hf_parallel.hooks.trainer.checkpoints import StepRecord, record_of
-from hf_parallel.hooks.trainer.other_batches import OfBatch
 from hf_parallel.hooks.trl import experimental
 from hf_parallel.hooks.trl import trainers as trl
 from hf_parallel.model.calls import bind_by_name
@@ -262,7 +261,7 @@ def evaluate_real_rows(
     )
     following: Any = contextlib.nullcontext()
     if step.real_rows is not None and not own_step:
-        step.own = following = OfBatch([value for value in kept.values() if torch.is_tensor(value)])
+        step.own = following = rows.OfBatch([value for value in kept.values() if torch.is_tensor(value)])
     with replacing(record_of(self), step=step, evaluates=True), wants, scope, absent, following:
         loss, logits, labels = original(model, close(kept), prediction_loss_only, *args, **kwargs)
     logits, labels = rows.mark_per_example((logits, labels), rows.count_examples(kept, blocks) or 0)

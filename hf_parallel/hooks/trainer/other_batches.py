@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import replacing
@@ -24,26 +21,6 @@ from hf_parallel.ranks.nested_batches import open_batches
 
 if TYPE_CHECKING:
     from transformers import Trainer
-
-
-class OfBatch(TorchFunctionMode):
-    """Follows, inside its `with`, the tensors that a script computes from those of a batch."""
-
-    def __init__(self, batch: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.batch, self._made = batch, WeakTensorKeyDictionary(dict.fromkeys(batch, True))
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if any(torch.is_tensor(value) and value in self._made for value in tree_leaves((args, kwargs))):
-            changed = args[0] if func is torch.Tensor.__setitem__ else made
-            self._made.update({value: True for value in tree_leaves(changed) if torch.is_tensor(value)})
-        return made
-
-    def made_any_of(self, tensors: list[torch.Tensor]) -> bool:
-        """Return whether one of these is of the batch, or comes from it and has as many rows."""
-        sizes = {len(value) for value in self.batch if value.ndim}
-        return any(value.ndim and len(value) in sizes and value in self._made for value in tensors)
 
 
 def find_other_batch(trainer: Trainer, inputs: Any) -> tuple[StepRecord, Any] | None:

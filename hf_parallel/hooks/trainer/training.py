@@ -42,7 +42,6 @@ from hf_parallel.hooks.trainer import (
 )
 from hf_parallel.hooks.trainer.checkpoints import record_of, wait_for_save
 from hf_parallel.hooks.trainer.joining import draw_noise_of_examples
-from hf_parallel.hooks.trainer.other_batches import OfBatch
 from hf_parallel.hooks.trainer.refused_batches import check_batch, count_targets_of_step
 from hf_parallel.hooks.trainer.settings import check_arguments, check_shared_examples
 from hf_parallel.hooks.trl import trainers as trl
@@ -405,7 +404,7 @@ def run_own_step(
         with explain_mixed_tensors():
             return own(model, inputs, *args, **kwargs)
     step = evaluation.describe_batch(inputs)
-    step.own = OfBatch([value for value in open_batches(inputs)[0].values() if torch.is_tensor(value)])
+    step.own = rows.OfBatch([value for value in open_batches(inputs)[0].values() if torch.is_tensor(value)])
     with (
         explain_mixed_tensors(),
         contextlib.nullcontext() if step.real_rows is None else step.own,
