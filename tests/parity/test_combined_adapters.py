@@ -4,6 +4,7 @@ import peft
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests import models
@@ -26,12 +27,12 @@ SPECS = ["dp_shard=2", "tp=2", "pp=2", "dp_shard=2,tp=2", "dp_shard=2,pp=2"]
 PAIRS = [(kind, spec) for kind in KINDS for spec in SPECS[:4] if "dare" not in kind or "pp" not in spec]
 
 
-def start(spec, folder):
+def start(spec, folder, targets=TARGETS):
     """A base with two adapters, of which the first one is active."""
     data_ranks = activate(spec)
     model = AutoModelForCausalLM.from_pretrained(folder)
     torch.manual_seed(models.SEED)
-    config = {"r": 3, "lora_alpha": 8, "target_modules": TARGETS, "init_lora_weights": False}
+    config = {"r": 3, "lora_alpha": 8, "target_modules": targets, "init_lora_weights": False}
     model = get_peft_model(model, LoraConfig(**config))
     model.add_adapter("second", LoraConfig(**config))
     return model, data_ranks
@@ -116,9 +117,29 @@ def draw(spec, folder):
     start(spec, folder)[0].add_weighted_adapter(["default"], [1.0], "new", combination_type="dare_ties", density=0.5)
 
 
-def convert(spec, folder):
-    model, _ = start(spec, folder)
-    peft.convert_to_lora(model, rank=2)
+def convert(spec, folder, out=None):
+    """Write the first adapter in another rank, and compare what both compute."""
+    model, _ = start(spec, folder, TARGETS[:3])
+    config, tensors = peft.convert_to_lora(model, rank=2)
+    peft.save_as_lora(out, model, rank=2)
+    other = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
+    peft.set_peft_model_state_dict(other, tensors)
+    saved = load_file(f"{out}/adapter_model.safetensors")
+    assert all(torch.equal(saved[key], value) for key, value in tensors.items())
+    products = [
+        (tensors[key.replace("lora_A", "lora_B")] @ tensors[key]).double() for key in tensors if "lora_A" in key
+    ]
+    tokens = torch.arange(33).view(3, 11)
+    with torch.no_grad():
+        logits = other.eval()(input_ids=tokens).logits.double()
+    return [float(value.square().mean()) for value in (logits, *products)]
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2"])
+def test_converted_as_in_one_process(runs, tmp_path, spec):
+    folder = runs.initial("odd")
+    expected = run_alone(convert, None, folder, str(tmp_path / "alone"))
+    check_numbers(run(convert, 2, spec, folder, str(tmp_path / "ranks"), init=False), expected)
 
 
 @pytest.mark.parametrize(
