@@ -35,6 +35,7 @@ from hf_parallel.apply.weights import (
 from hf_parallel.ask.session import of_process, of_session
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.data.units import keeps_apart, place_gradients, sum_in_one_dtype
+from hf_parallel.axes.pipeline.batches import find_leaves
 from hf_parallel.axes.pipeline.stage_runner import pipelines_of
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, replace
@@ -297,14 +298,30 @@ def _refuse_optimizer_of_plain_model(optimizer: Optimizer, args: tuple, kwargs: 
 
 
 @patch("torch.autograd:backward", "nothing else tells that a loop without an optimizer trains a model")
-def backward(original: Callable, *args: object, **kwargs: object) -> None:
-    """Look at what has gradients while no model is parallel: after the first backward passes, and later ever less."""
-    original(*args, **kwargs)
+def backward(original: Callable, tensors: Any, *args: object, **kwargs: object) -> None:
+    """Look at what has gradients while no model is parallel: after the first backward passes, and later ever less.
+
+    Look before a script's backward pass at penalties of weights, of which a stage of a pipeline has its part.
+    """
+    if _trains_together():
+        _refuse_penalty_of_stages([tensors] if torch.is_tensor(tensors) else tensors)
+    original(tensors, *args, **kwargs)
     if _trains_together():
         seen = of_session(_Seen)
         seen.backwards += 1
         if not list_parallel_models() and seen.backwards & (seen.backwards - 1) == 0:
             _refuse_plain_model(None, "a loop")
+
+
+def _refuse_penalty_of_stages(losses: Iterable[torch.Tensor]) -> None:
+    """Look at the weights that a script computes its loss from beside the stages, whose own passes go uninspected."""
+    engines = [engine for one in pipelines_of(runtime.mesh()).engines if (engine := one()) is not None]
+    is_within = torch._C._current_graph_task_id() != -1 or any(stage.work for one in engines for stage in one.stages)
+    if not engines or is_within:
+        return
+    leaves, passes = find_leaves(losses)
+    for engine in engines if passes else ():
+        engine.refuse_penalty(leaves, [engine.model])
 
 
 @patch("torch.autograd:grad", "nothing else tells that a loop without an optimizer trains a model")

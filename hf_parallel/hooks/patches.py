@@ -23,7 +23,7 @@ from hf_parallel.hooks import (  # noqa: F401
 )
 from hf_parallel.hooks.accelerate import accelerator, data, processes, save_state, shares  # noqa: F401
 from hf_parallel.hooks.patching import Patch, list_declared
-from hf_parallel.hooks.peft import adapters, added, before, combining, placing  # noqa: F401
+from hf_parallel.hooks.peft import adapters, added, before, combining, placing, stages  # noqa: F401
 from hf_parallel.hooks.trainer import (  # noqa: F401
     checkpoints,
     evaluation,

@@ -45,6 +45,7 @@ class LastBatch(NamedTuple):
         tensors: those of this rank's part, by which a model's call is known to be given it.
         rows: of this rank's part.
         real: those that are not repeated, the first ones; None where examples have several rows.
+        share: how much the mean over them weighs in the data ranks' average.
         repeated: examples, on all data ranks.
         tokens: those of its tensors that have many integers, by which copies are known.
     """
@@ -52,6 +53,7 @@ class LastBatch(NamedTuple):
     tensors: list[weakref.ref[torch.Tensor]]
     rows: int
     real: int | None
+    share: float
     repeated: int
     tokens: list[torch.Tensor]
 
@@ -67,7 +69,7 @@ class LoopLosses:
         rows: of the latest call of a model that trains.
         told: has a line said what becomes of a loss of the loop's own?
         told_of_pairs: has a line said that a script's loss compares the examples of a data rank alone?
-        last: the latest last batch that has repeated rows. A Trainer's is none: it leaves them out itself.
+        last: the latest last batch that has repeated rows. Not the one that a Trainer reads, which leaves them out.
     """
 
     weighed: list[torch.Tensor] = field(default_factory=list)

@@ -4,10 +4,11 @@ import peft
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests import models
-from tests.distributed import RankFailure, run
+from tests.distributed import RankFailure, run, run_alone
 from tests.rows import data
 from tests.training import Outcome, activate, axes, check_numbers, fit, trainer_of
 
@@ -26,12 +27,12 @@ SPECS = ["dp_shard=2", "tp=2", "pp=2", "dp_shard=2,tp=2", "dp_shard=2,pp=2"]
 PAIRS = [(kind, spec) for kind in KINDS for spec in SPECS[:4] if "dare" not in kind or "pp" not in spec]
 
 
-def start(spec, folder):
+def start(spec, folder, targets=TARGETS):
     """A base with two adapters, of which the first one is active."""
     data_ranks = activate(spec)
     model = AutoModelForCausalLM.from_pretrained(folder)
     torch.manual_seed(models.SEED)
-    config = {"r": 3, "lora_alpha": 8, "target_modules": TARGETS, "init_lora_weights": False}
+    config = {"r": 3, "lora_alpha": 8, "target_modules": targets, "init_lora_weights": False}
     model = get_peft_model(model, LoraConfig(**config))
     model.add_adapter("second", LoraConfig(**config))
     return model, data_ranks
@@ -79,13 +80,66 @@ def test_deleted_as_in_one_process(runs, spec):
         assert not any("second" in key for key in rank.gradient_keys[-1])
 
 
+def choose_by_row(spec, folder):
+    """The logits of five rows, each with an adapter of its own or none, and what they go on with."""
+    model = start(spec, folder)[0].eval()
+    names = ["second", "default", "__base__", "second", "default"]
+    tokens = torch.arange(55).view(5, 11)
+    with torch.no_grad():
+        logits = model(input_ids=tokens, adapter_names=names).logits.double()
+    drawn = model.generate(input_ids=tokens, adapter_names=names, max_new_tokens=3, do_sample=False)
+    return logits.square().mean((1, 2)).tolist(), drawn.tolist()
+
+
+@pytest.mark.parametrize("spec", ["pp=2", "tp=2", "dp_shard=2"])
+def test_each_row_has_its_adapter(runs, spec):
+    folder = runs.initial("odd")
+    (squares, drawn), ranks = run_alone(choose_by_row, None, folder), run(choose_by_row, 2, spec, folder, init=False)
+    check_numbers([rank[0] for rank in ranks], squares)
+    assert all(rank[1] == drawn for rank in ranks)
+
+
+def tell_status(spec, folder):
+    model = start(spec, folder)[0]
+    model.set_adapter("second")
+    found = [model.get_model_status(), model.get_layer_status()]
+    model.merge_adapter()
+    return [*found, peft.get_layer_status(model), peft.get_model_status(model)]
+
+
+def test_a_stage_tells_of_the_layers_of_all(runs):
+    folder = runs.initial("odd")
+    reference = run_alone(tell_status, None, folder)
+    assert run(tell_status, 2, "pp=2", folder, init=False) == [reference] * 2
+
+
 def draw(spec, folder):
     start(spec, folder)[0].add_weighted_adapter(["default"], [1.0], "new", combination_type="dare_ties", density=0.5)
 
 
-def convert(spec, folder):
-    model, _ = start(spec, folder)
-    peft.convert_to_lora(model, rank=2)
+def convert(spec, folder, out=None):
+    """Write the first adapter in another rank, and compare what both compute."""
+    model, _ = start(spec, folder, TARGETS[:3])
+    config, tensors = peft.convert_to_lora(model, rank=2)
+    peft.save_as_lora(out, model, rank=2)
+    other = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
+    peft.set_peft_model_state_dict(other, tensors)
+    saved = load_file(f"{out}/adapter_model.safetensors")
+    assert all(torch.equal(saved[key], value) for key, value in tensors.items())
+    products = [
+        (tensors[key.replace("lora_A", "lora_B")] @ tensors[key]).double() for key in tensors if "lora_A" in key
+    ]
+    tokens = torch.arange(33).view(3, 11)
+    with torch.no_grad():
+        logits = other.eval()(input_ids=tokens).logits.double()
+    return [float(value.square().mean()) for value in (logits, *products)]
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2"])
+def test_converted_as_in_one_process(runs, tmp_path, spec):
+    folder = runs.initial("odd")
+    expected = run_alone(convert, None, folder, str(tmp_path / "alone"))
+    check_numbers(run(convert, 2, spec, folder, str(tmp_path / "ranks"), init=False), expected)
 
 
 @pytest.mark.parametrize(

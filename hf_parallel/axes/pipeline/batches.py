@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -206,6 +206,23 @@ class DetachedNode(torch.autograd.Function):
         finish, ctx.finish = ctx.finish, None
         finish(list(gradients))
         return (None, None, *(None for _ in gradients))
+
+
+def find_leaves(results: Iterable[object]) -> tuple[list[torch.Tensor], bool]:
+    """List the tensors that a backward pass gives gradients to by itself, and say whether it goes through stages."""
+    nodes: list[Any] = [value.grad_fn for value in results if torch.is_tensor(value)]
+    seen, leaves, passes = set(), list[torch.Tensor](), False
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, DetachedNode._backward_cls):
+            passes = True
+            continue
+        leaves += [node.variable] if hasattr(node, "variable") else []
+        nodes += [before for before, _ in node.next_functions]
+    return leaves, passes
 
 
 @dataclass(frozen=True)

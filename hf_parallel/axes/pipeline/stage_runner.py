@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -172,6 +172,7 @@ class StageRunner:
         self.recorder = Recorder(mesh.device)
         self.items: torch.Tensor | None = None  # the whole batch's number of targets, while a script's loss sees parts
         self.handed_over: torch.Tensor | None = None  # from a stage to the next on the same rank
+        self.rows: slice | None = None  # of the batch, while a micro-batch of it passes outside of a schedule
         self.pipelines = pipelines_of(mesh)
         self.number = len(self.pipelines.engines)
         self.pipelines.engines.append(weakref.ref(self))
@@ -283,6 +284,25 @@ class StageRunner:
         return torch.empty(shape, dtype=dtype, device=device)
 
     # ---- gradients ---------------------------------------------------------------------------------------------
+
+    def refuse_penalty(self, leaves: list[torch.Tensor], modules: Iterable[nn.Module]) -> None:
+        """Refuse a loss that a script computes from weights, as for the distance to former ones.
+
+        Args:
+            leaves: of the loss.
+            modules: whose weights it can only have taken for a penalty.
+
+        Raises:
+            NotImplementedError: each stage would add the part of its own weights.
+        """
+        own = {id(parameter) for module in modules for parameter in module.parameters()}
+        own -= set(map(id, self.late))  # all stages have those
+        if any(id(leaf) in own for leaf in leaves):
+            raise NotImplementedError(
+                "hf_parallel: the script's loss has a penalty of weights in it, of which each stage of "
+                f"pp_size={self.mesh.size('pp')} has its own alone: p.grad.add_(…) before the optimizer's step works, "
+                "and so does a decay in the optimizer (docs/idioms.md)"
+            )
 
     def trainable(self) -> list[nn.Parameter]:
         """Return this rank's stored parameters that get gradients, also while gathered ones are in their place."""

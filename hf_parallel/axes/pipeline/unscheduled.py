@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -25,6 +26,7 @@ from hf_parallel.axes.pipeline.batches import (
     COUNTED,
     DetachedNode,
     collect_fresh_gradients,
+    find_leaves,
     share_result,
     split_rows,
     tokens_of,
@@ -144,7 +146,11 @@ class Serving(Session):
         with torch.set_grad_enabled(call.grad), restore_described_state(engine, call), known:
             engine.services.before_run(engine.model.training, tokens_of(kwargs).shape)
             self.passing = True
-            outputs = [_forward_pass(made, part) for part in parts]
+            outputs, ends = [], itertools.accumulate(tokens_of(part).shape[0] for part in parts)
+            for part, end in zip(parts, ends, strict=True):
+                engine.rows = slice(end - tokens_of(part).shape[0], end)
+                outputs.append(_forward_pass(made, part))
+            engine.rows = None
             router_logits = None
             if made.balance is not None:
                 router_logits = made.balance.close(engine.boundary(tokens_of(kwargs), "meta").shape[:2].numel())
@@ -165,6 +171,11 @@ class Serving(Session):
         """
         engine = self.engine
         passes = [done for made in self.made if made.call.grad for done in made.passes]
+        # Another call's backward pass may have freed what this one needs. Ranks with a single micro-batch would reduce
+        # the first unit's gradients before they gather the second one's weights, and others gather both first.
+        for module in engine.stages.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
         with collect_fresh_gradients(engine.trainable()) as fresh:
             for stage in engine.stages:
                 _reduce_in(stage, False)
@@ -195,6 +206,9 @@ def serve_script(engine: StageRunner, batch: Batch, script: Callable[[], object]
     if engine.last:
         with messages.tell_error(control, source, lambda: not session.passing):
             result = session.run(script)
+            if grad:
+                layers = (layer for view in engine.views for layer in view.layers)
+                engine.refuse_penalty(find_leaves(tree_leaves(result))[0], layers)
         dist.broadcast_object_list(told, group=control, group_src=source)  # lets the others go
     while not engine.last:  # run layers until the script has ended
         dist.broadcast_object_list(told, group=control, group_src=source)

@@ -23,7 +23,7 @@ import torch
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import report, runtime
-from hf_parallel.hooks.accelerate.shares import compute_full_share, count_real_rows, cut_of, is_ragged
+from hf_parallel.hooks.accelerate.shares import compute_full_share, count_real_rows, cut_of, is_ragged, share_of_rows
 
 if TYPE_CHECKING:
     from accelerate.state import GradientState
@@ -67,7 +67,7 @@ def note_last_batch(loader: object, batches: Iterator) -> Iterator:
 
     for batch in batches:
         current, state = runtime.current(), GradientState()
-        if current is not None and not current.in_trainer and state.active_dataloader is loader and is_ragged(state):
+        if current is not None and state.active_dataloader is loader and is_ragged(state):
             parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
             tensors = [part for part in parts if torch.is_tensor(part) and part.ndim]
             rows, cut = len(tensors[0]) if tensors else 0, cut_of(state)
@@ -81,7 +81,8 @@ def note_last_batch(loader: object, batches: Iterator) -> Iterator:
                 whole = [one for one in tensors if not (one.is_floating_point() or one.is_complex())]
                 tokens = [one for one in whole if len(one.unique()) > 2]  # no masks, which many batches share
                 references = [weakref.ref(one) for one in tensors]
-                current.loop.last = runtime.LastBatch(references, rows, real, repeated, tokens)
+                share = share_of_rows(state, rows) if known else 1.0
+                current.loop.last = runtime.LastBatch(references, rows, real, share, repeated, tokens)
         yield batch
 
 

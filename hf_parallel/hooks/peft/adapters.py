@@ -233,7 +233,7 @@ def _refuse_unplaced(model: nn.Module, args: tuple) -> None:
 # ---- saving and loading -------------------------------------------------------------------------------------------
 
 
-def _get_base(model: PeftModel | PreTrainedModel) -> PreTrainedModel:
+def get_base_model_of(model: PeftModel | PreTrainedModel) -> PreTrainedModel:
     """Return the model that holds adapters, which Transformers' own `add_adapter` puts in without a model around."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -245,7 +245,7 @@ def save_pretrained(original: Callable, self: PeftModel, save_directory: str, *a
     if state is None:
         original(self, save_directory, *args, **kwargs)
         return
-    base, given = _get_base(self), kwargs.get("state_dict")
+    base, given = get_base_model_of(self), kwargs.get("state_dict")
     gather = functools.partial(gather_saved_tensors, embeddings=kwargs.get("save_embedding_layers", "auto"))
     if given is None and not slices.is_alone("save_pretrained", self):
         kwargs["state_dict"] = gather(self)
@@ -286,7 +286,7 @@ def get_state_dict(
         return original(model, state_dict, *args, **kwargs)
 
     def select() -> dict[str, torch.Tensor]:
-        with show_all_stages(_get_base(model), state):
+        with show_all_stages(get_base_model_of(model), state):
             return original(model, whole, *args, **kwargs)
 
     embeddings = bind_by_name(original, (model, state_dict, *args), kwargs).get("save_embedding_layers", "auto")
@@ -328,7 +328,7 @@ def _list_saved_names(model: PeftModel, state: ParallelState, embeddings: object
         # A method may compute from several tensors what it saves.
         tensors = model.state_dict().items()
         return {name for name, t in tensors if not isinstance(t, DTensor) or name.rpartition(".")[0] in places}
-    with show_all_stages(_get_base(model), state), warnings.catch_warnings():
+    with show_all_stages(get_base_model_of(model), state), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they come when peft saves
         names = list(model.state_dict())
         shown = {name: torch.tensor([number]) for number, name in enumerate(names)}

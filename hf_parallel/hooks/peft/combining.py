@@ -1,4 +1,4 @@
-"""PEFT: adapters that are computed from others (`add_weighted_adapter`), and adapters that are taken away again."""
+"""PEFT: adapters that are computed from others (`add_weighted_adapter`, `convert_to_lora`) or are taken away again."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from hf_parallel.apply.weights import full_tensor
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.data.parameters import remove_late_parameters
 from hf_parallel.axes.data.units import iterate_sharded_modules
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.hooks.peft.placing import AdapterState, hold_whole_adapter, place_in_base
-from hf_parallel.hooks.peft.whole import has_whole_adapters
+from hf_parallel.hooks.peft.whole import has_whole_adapters, hold_whole_weights
 from hf_parallel.model.calls import bind_by_name
+from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
     from peft import LoraModel, PeftModel
@@ -120,12 +122,40 @@ def delete_adapter(original: Callable, self: BaseTuner, *args: object, **kwargs:
     return result
 
 
-@patch("peft.tuners.lora.conversion:{convert_to_lora,save_as_lora}", "converts the layers of one stage", copies=True)
-def refuse_conversion(original: Callable, *args: object, **kwargs: object) -> object:
-    """Refuse to convert adapters to LoRA under `pp`, where each stage would give its own layers alone."""
-    model: PeftModel = bind_by_name(original, args, kwargs)["model"]
+@patch("peft.tuners.lora.conversion:convert_to_lora", "converts shards, or the layers of one stage", copies=True)
+def convert(original: Callable, model: PeftModel, *args: object, **kwargs: object) -> tuple[object, dict]:
+    """Convert whole adapters to LoRA; refuse it under `pp`, where each stage would give its own layers. Collective."""
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     state = runtime.find_parallel_state(model.get_base_model() if hasattr(model, "get_base_model") else model)
-    if state is not None and state.pipeline is not None:
+    if state is None:
+        return original(model, *args, **kwargs)
+    if state.pipeline is not None:
         why = "each stage would convert its own layers alone"
-        refuse(f"{original.__name__} under pp_size={state.mesh.size('pp')}", why, "pp_size=1")
-    return original(*args, **kwargs)
+        refuse(f"convert_to_lora under pp_size={state.mesh.size('pp')}", why, "pp_size=1")
+    for module in iterate_sharded_modules(state.root):
+        module.reshard()
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    name = str(bind_by_name(original, (model, *args), kwargs).get("adapter_name", "default"))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(hold_whole_weights(*(layer for layer in layers if not isinstance(layer, LoraLayer))))
+        for layer in layers:
+            if isinstance(layer, LoraLayer):
+                stack.enter_context(hold_whole_adapter(layer, name))
+        config, tensors = original(model, *args, **kwargs)
+    return config, {key: full_tensor(value) for key, value in tensors.items()}
+
+
+@patch("peft.tuners.lora.conversion:save_as_lora", "writes one folder on all ranks", copies=True)
+def save_as_lora(original: Callable, path: str, model: PeftModel, *args: object, **kwargs: object) -> None:
+    """Write what all ranks have converted on rank 0. Collective."""
+    from peft import convert_to_lora
+
+    state = runtime.find_parallel_state(model.get_base_model() if hasattr(model, "get_base_model") else model)
+    if state is None or state.mesh.rank == 0:
+        original(path, model, *args, **kwargs)
+    else:
+        convert_to_lora(model, *args, **kwargs)
+    if state is not None:
+        messages.gather_objects(None)  # until the folder is there

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
 
     from hf_parallel.axes.pipeline.script_loss import Plan
+    from hf_parallel.hooks.trainer.rows import OfBatch
     from hf_parallel.monitor.profile import Profile
 
 
@@ -57,7 +58,7 @@ class StepRecord:
         generated: real rows of each data rank's generated batch (GRPO, RLOO); None if none is repeated.
         syncs: is the batch the last of its step? None: the accelerator knows, as no other batch runs with it.
         loss_only: does an evaluation drop what the model returns beside the loss?
-        tensors: those of the batch, in a step of the script's own, which may compute losses of other batches, too.
+        own: what comes from the batch, in a step of the script's own, which may compute losses of other batches, too.
     """
 
     real_rows: int | None = None
@@ -67,7 +68,7 @@ class StepRecord:
     generated: list[int] | None = None
     syncs: bool | None = None
     loss_only: bool = False
-    tensors: list[torch.Tensor] = field(default_factory=list)
+    own: OfBatch | None = None
 
 
 @dataclass
@@ -102,6 +103,7 @@ class TrainerRecord:
         read_ahead: the step in progress and the next one, where a pipeline does not drain between them.
         reads: the batches of the pass in progress.
         loader: their loader, if it is one of accelerate's.
+        eval_loader: that of the evaluation in progress.
     """
 
     step: StepRecord = field(default_factory=StepRecord)
@@ -131,6 +133,7 @@ class TrainerRecord:
     read_ahead: Any = None  # a `delayed_steps.ReadAhead`
     reads: Any = None
     loader: Any = None
+    eval_loader: Any = None
 
 
 def record_of(trainer: Trainer) -> TrainerRecord:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from hf_parallel.hooks.trainer import losses, means, rows
 from hf_parallel.hooks.trainer.checkpoints import StepRecord, record_of
 from hf_parallel.hooks.trl import experimental
 from hf_parallel.hooks.trl import trainers as trl
+from hf_parallel.model.calls import bind_by_name
 from hf_parallel.ranks import messages
 from hf_parallel.ranks.nested_batches import open_batches
 
@@ -215,7 +216,8 @@ def evaluation_loop(original: Callable, self: Trainer, *args: object, **kwargs: 
     split, sizes = self.args.accelerator_config.split_batches, {}
     if split and runtime.mesh().data_size > 1:
         sizes["per_device_eval_batch_size"] = self.args.per_device_eval_batch_size // runtime.mesh().data_size
-    with replacing(self.args, **sizes):
+    loader = bind_by_name(original, (self, *args), kwargs).get("dataloader")
+    with replacing(self.args, **sizes), replacing(record_of(self), eval_loader=loader):
         return original(self, *args, **kwargs)
 
 
@@ -232,40 +234,36 @@ def evaluate_real_rows(
     if record_of(self).evaluates:  # an assigned `prediction_step` calls the one that it has replaced
         return original(model, inputs, prediction_loss_only, *args, **kwargs)
     hangs.mark_phase("evaluation")
+    cast(runtime.Runtime, runtime.current()).loop.last = None  # repeated rows are left out here
     runtime.compare_batches(model, inputs, "evaluation")
     opened, close = open_batches(inputs)
-    dealt, step = self.accelerator.gradient_state, StepRecord()
+    dealt, step = _get_state_of_evaluation(self), StepRecord()
     batch, blocks = tell_examples_apart(self, opened, self.args.eval_batch_size, dealt)
     count = rows.count_examples(batch, blocks) or 0
-    if not is_ragged(dealt):
-        step = StepRecord(share=share_of_rows(dealt, count))
-    elif count:  # 0 where examples cannot be counted
-        step = StepRecord(count_real_rows(dealt, count), share_of_rows(dealt, count))
+    if count or not is_ragged(dealt):  # 0 where examples cannot be counted
+        step = StepRecord(count_real_rows(dealt, count) if is_ragged(dealt) else None, share_of_rows(dealt, count))
     own_step = getattr(original, "__func__", None) in (Trainer.prediction_step, Seq2SeqTrainer.prediction_step)
     step.loss_only = prediction_loss_only and own_step  # a script's own may read logits for numbers of its own
     real = count if step.real_rows is None else step.real_rows
     kept = rows.open_batch(_select_real_examples(self, batch, real, count, blocks))
-    state = runtime.find_parallel_state(model)
-    engine = None if state is None else state.pipeline
+    parallel = runtime.find_parallel_state(model)
+    engine = None if parallel is None else parallel.pipeline
     # A pipeline need not send logits that nobody wants, and a rank without a row of its own is absent.
-    wants = contextlib.nullcontext() if engine is None else replacing(engine, loss_only=prediction_loss_only)
+    wants = contextlib.nullcontext() if engine is None else replacing(engine, loss_only=step.loss_only)
     scope, absent = (
         means.compute_in_scope(
             means.Scope(step.share, predicts=True, corrects=experimental.adds_mean_over_tokens(self))
         ),
         replacing(runtime.current(), absent=step.real_rows == 0),
     )
-    with replacing(record_of(self), step=step, evaluates=True), wants, scope, absent:
+    following: Any = contextlib.nullcontext()
+    if step.real_rows is not None and not own_step:
+        step.own = following = rows.OfBatch([value for value in kept.values() if torch.is_tensor(value)])
+    with replacing(record_of(self), step=step, evaluates=True), wants, scope, absent, following:
         loss, logits, labels = original(model, close(kept), prediction_loss_only, *args, **kwargs)
     logits, labels = rows.mark_per_example((logits, labels), rows.count_examples(kept, blocks) or 0)
-    # The same on all ranks, whatever their batches hold: does the model read images or sounds beside words?
-    modalities, several = getattr(self.model, "input_modalities", "text"), runtime.mesh().data_size > 1
-    if not prediction_loss_only and several and not isinstance(modalities, str) and len(set(modalities)) > 1:
-        # Outputs of encoders are empty where a data rank has no images and others have: all gather as many parts.
-        parts = logits if isinstance(logits, tuple) else (logits,)
-        own = sum(isinstance(part, ModelOutput) for part in parts)
-        most = max(messages.gather_objects(own, runtime.mesh().data_group))
-        logits = logits if own == most else (*parts, *(BaseModelOutput() for _ in range(most - own)))
+    if not prediction_loss_only:
+        logits = _give_as_many_parts(self, logits)
     gathers_all = self.gather_function == self.accelerator.gather  # as Seq2SeqTrainer does
     if loss is not None:
         loss = _average_loss(self, loss, step, gathers_all)
@@ -280,6 +278,26 @@ def evaluate_real_rows(
     return loss, logits, labels
 
 
+def _get_state_of_evaluation(trainer: Trainer) -> GradientState | OneLoader:
+    """Return the state of the loader that is evaluated: a script's step may have begun another one since."""
+    dealt, loader = trainer.accelerator.gradient_state, record_of(trainer).eval_loader
+    return OneLoader(loader) if any(one is loader for one in dealt.dataloader_references) else dealt
+
+
+def _give_as_many_parts(trainer: Trainer, logits: Any) -> Any:
+    """Add empty outputs of encoders where a data rank has no images and others have: all gather as many parts.
+
+    The same on all ranks, whatever their batches hold: does the model read images or sounds beside words?
+    """
+    modalities, mesh = getattr(trainer.model, "input_modalities", "text"), runtime.mesh()
+    if mesh.data_size == 1 or isinstance(modalities, str) or len(set(modalities)) == 1:
+        return logits
+    parts = logits if isinstance(logits, tuple) else (logits,)
+    own = sum(isinstance(part, ModelOutput) for part in parts)
+    most = max(messages.gather_objects(own, mesh.data_group))
+    return logits if own == most else (*parts, *(BaseModelOutput() for _ in range(most - own)))
+
+
 def _average_loss(trainer: Trainer, loss: torch.Tensor, step: StepRecord, gathers_all: bool) -> torch.Tensor:
     """Return the mean over all data ranks' rows, and let `evaluation_loop` count it for as many as in one process."""
     mesh, dealt = runtime.mesh(), trainer.accelerator.gradient_state
@@ -292,9 +310,29 @@ def _average_loss(trainer: Trainer, loss: torch.Tensor, step: StepRecord, gather
     cut = getattr(loader, "remainder_by_length", dealt.remainder)
     if cut == -1 and hasattr(loader, "slice_fn"):  # one process too learns a stream's length where rank 0 reads it
         cut = dealt.remainder
-    if dealt.end_of_dataloader and cut != dealt.remainder and not gathers_all:
-        trainer.gather_function = functools.partial(_gather_losses, trainer, trainer.gather_function, cut)
+    gather, own = trainer.gather_function, _get_state_of_evaluation(trainer).active_dataloader
+    if loader is not own and not gathers_all:
+        # One process cuts losses by the loader that was begun last, also by one that a script's step has begun.
+        gather = (
+            gather
+            if getattr(gather, "func", None) is _gather_rows
+            else functools.partial(_gather_rows, trainer.accelerator.gradient_state, own, gather)
+        )
+        cut = cut if dealt.end_of_dataloader else -1
+        trainer.gather_function = functools.partial(_gather_losses, trainer, gather, cut)
+    elif dealt.end_of_dataloader and cut != dealt.remainder and not gathers_all:
+        trainer.gather_function = functools.partial(_gather_losses, trainer, gather, cut)
     return loss
+
+
+def _gather_rows(state: GradientState, loader: object, gather: Callable, rows_of_rank: object) -> object:
+    """Gather rows of this loader's batch, and drop those that fill it, as if no other loader had been begun since."""
+    former = state.dataloader_references
+    state.dataloader_references = [*former, loader]
+    try:
+        return gather(rows_of_rank)
+    finally:
+        state.dataloader_references = former
 
 
 def _gather_losses(trainer: Trainer, gather_rows: Callable, cut: int, losses: torch.Tensor) -> torch.Tensor:
@@ -310,7 +348,7 @@ def _gather_losses(trainer: Trainer, gather_rows: Callable, cut: int, losses: to
 
 def _select_real_examples(trainer: Trainer, batch: rows.Batch, real: int, count: int, blocks: int) -> rows.Batch:
     """The batch with its real examples alone, or with targets in these alone where no row tells its parts apart."""
-    dealt = trainer.accelerator.gradient_state
+    dealt = _get_state_of_evaluation(trainer)
     whole = must_be_whole(trainer, batch, count * blocks, dealt)  # all ranks ask, also those without repeated rows
     if real == count:
         return batch

@@ -25,7 +25,7 @@ from hf_parallel.hooks import hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate.shares import OneLoader, cut_of
 from hf_parallel.hooks.logits_read import find_reader_before_trainer, has_own_compute_loss
 from hf_parallel.hooks.patching import patch, replacing
-from hf_parallel.hooks.trainer import bad_numbers, checkpoints, means, own_means
+from hf_parallel.hooks.trainer import bad_numbers, checkpoints, means, other_batches, own_means
 from hf_parallel.hooks.trainer.bad_numbers import Joined, remember_counts
 from hf_parallel.hooks.trainer.checkpoints import record_of
 from hf_parallel.hooks.trl import experimental, online, preferences
@@ -134,10 +134,10 @@ def compute_loss(
     """Return the loss as the model or the script computes it, without Trainer's factor for the number of processes."""
     if record_of(self).computes:  # an assigned `compute_loss` calls the one that it has replaced
         return own(model, inputs, *args, **kwargs)
-    if _is_another_batch(self, inputs):
-        whole = replacing(runtime.current(), absent=False)
-        with replacing(record_of(self), step=checkpoints.StepRecord()), whole:
-            return compute_loss(self, own, model, inputs, *args, **kwargs)
+    other = other_batches.find_other_batch(self, inputs)
+    if other is not None:
+        with other_batches.compute_with(self, other[0]):
+            return compute_loss(self, own, model, other[1], *args, **kwargs)
     state = runtime.find_parallel_state(model)
     engine = state.pipeline if state is not None and is_own(self) else None
     inputs, own = _open_batches_for(own, inputs)
@@ -200,21 +200,6 @@ def _count_items_and_targets(
         kwargs = {**kwargs, "num_items_in_batch": items}
     targets = own_means.count_targets_of_own_mean(trainer, inputs) if targets is None else targets
     return items, targets, kwargs
-
-
-def _is_another_batch(trainer: Trainer, inputs: Any) -> bool:
-    """Return whether a step of the script's own computes the loss of other examples than those of its ragged batch.
-
-    Such as those of a second loader, of which all are real. A script may have copied the step's batch, or changed
-    parts of it; so that a batch is another one only if it has no matrix of numbers in common with it.
-    """
-    step = record_of(trainer).step
-    if not step.tensors or step.real_rows is None:
-        return False
-    given = [value for value in open_batches(inputs)[0].values() if torch.is_tensor(value)]
-    telling = [one for one in step.tensors if one.ndim > 1 and one.numel() and bool((one != one.flatten()[0]).any())]
-    pairs = ((own, other) for own in telling for other in given if own.shape == other.shape)
-    return bool(telling) and not any(torch.equal(own.to(other), other) for own, other in pairs)
 
 
 def _open_batches_for(own: Callable, inputs: Any) -> tuple[dict, Callable]:
@@ -393,8 +378,7 @@ def _call_compute_loss(
         result = own(model, inputs, *args, **kwargs)
     loss, *outputs = result if isinstance(result, tuple) else (result,)
     loss = online.weigh_online_loss(self, loss, inputs)
-    sends_no_logits = state is not None and state.pipeline is not None and state.pipeline.loss_only
-    if outputs and (step.loss_only or sends_no_logits):
+    if outputs and step.loss_only:
         outputs = [{}]  # Trainer reads all of them, and drops them: logits and hidden states would be made whole
     targets = scope.taken[1] if scope.taken is not None and loss is scope.taken[0] else seen.targets
     weighs = scope.weighs_itself or scope.reads_count

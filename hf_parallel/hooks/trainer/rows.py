@@ -14,7 +14,9 @@ from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.utils import ModelOutput
 
 from hf_parallel.ranks.nested_batches import BETWEEN, is_path
@@ -126,6 +128,26 @@ def with_tokens_for_decoder(batch: dict, model: nn.Module) -> dict:
     if not decodes or not torch.is_tensor(labels) or labels.ndim != 2 or "decoder_input_ids" in batch:
         return batch
     return batch if bool((labels != -100).any()) else {**batch, "decoder_input_ids": torch.zeros_like(labels)}
+
+
+class OfBatch(TorchFunctionMode):
+    """Follows, inside its `with`, the tensors that a script computes from those of a batch."""
+
+    def __init__(self, batch: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.batch, self._made = batch, WeakTensorKeyDictionary(dict.fromkeys(batch, True))
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if any(torch.is_tensor(value) and value in self._made for value in tree_leaves((args, kwargs))):
+            changed = args[0] if func is torch.Tensor.__setitem__ else made
+            self._made.update({value: True for value in tree_leaves(changed) if torch.is_tensor(value)})
+        return made
+
+    def made_any_of(self, tensors: list[torch.Tensor]) -> bool:
+        """Return whether one of these is of the batch, or comes from it and has as many rows."""
+        sizes = {len(value) for value in self.batch if value.ndim}
+        return any(value.ndim and len(value) in sizes and value in self._made for value in tensors)
 
 
 class PerExample(list):

@@ -352,7 +352,7 @@ def training_step(
     else:
         delayed_steps.announce_steps(self, model, inputs)
     looked_at = bad_numbers.watch_micro_batch(model, inputs, args, kwargs)
-    step = record_of(self).step if record_of(self).step.tensors else evaluation.describe_batch(inputs)
+    step = record_of(self).step if record_of(self).step.own else evaluation.describe_batch(inputs)
     if isinstance(inputs, evaluation.Weighed):  # the batch as it was
         inputs = dict(inputs) if isinstance(inputs, dict) else list(inputs)
     check_batch(inputs)
@@ -403,9 +403,10 @@ def run_own_step(
         with explain_mixed_tensors():
             return own(model, inputs, *args, **kwargs)
     step = evaluation.describe_batch(inputs)
-    step.tensors = [value for value in open_batches(inputs)[0].values() if torch.is_tensor(value)]
+    step.own = rows.OfBatch([value for value in open_batches(inputs)[0].values() if torch.is_tensor(value)])
     with (
         explain_mixed_tensors(),
+        contextlib.nullcontext() if step.real_rows is None else step.own,
         replacing(record_of(self), step=step),
         replacing(runtime.current(), absent=step.real_rows == 0, in_trainer=True),
     ):
