@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from tests.outside.aligning import ALIGNING as PREFERENCES
 from tests.outside.axolotl import AXOLOTL
 from tests.outside.borrowed import BORROWED
 from tests.outside.cases import TRAINER, Case
@@ -673,5 +674,6 @@ ORIGINALS = {
     **COURSE,
     **OWN_TRAINERS,
     **BORROWED,
+    **PREFERENCES,
     **OTHERS,
 }

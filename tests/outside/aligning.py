@@ -1,0 +1,101 @@
+"""Trainers of papers on preferences and rewards, each read from a checkout: ORPO, SPIN, Bradley-Terry, MedicalGPT."""
+
+from tests.outside.cases import TRAINER, Case
+
+#: What Trainer hands on today, and what its arguments are called.
+LOSS = ("return_outputs=False):", "return_outputs=False, num_items_in_batch=None):")
+SMALL = "warmup_steps=0, adam_epsilon=1e-3, use_cpu=True, disable_tqdm=True, max_steps=3"
+RENAMED = (("evaluation_strategy=", "eval_strategy="), ("torch_dtype=torch.bfloat16", "dtype=torch.float32"))
+MOCK = "__import__('tests.outside.stand_ins').outside.stand_ins.stand_for(%s)\n"
+ORPO = (
+    ("import wandb\n", "import sys\nsys.path.insert(0, 'SOURCES/orpo')\n" + MOCK % "'wandb'" + "import wandb\n"),
+    *RENAMED,
+    (
+        "load_dataset(self.args.data_name, cache",
+        "load_dataset(self.args.data_name).rename_column('prompt', 'question')#",
+    ),
+    ("logging_dir=self.log_dir,", f"{SMALL},"),
+    ("logging_steps=50", "logging_steps=1"),
+    ("warmup_steps=self.args.warmup_steps,", ""),
+    ("overwrite_output_dir=True,", ""),
+    ("report_to='wandb'", "report_to='none'"),
+    ("bf16=True,", ""),
+    ("'./checkpoints/'", "'OUT'"),
+    ("return_tensors='pt').size(-1)", "return_tensors='pt', return_dict=False).size(-1)"),
+    ("item.run()", "item.run(); item.trainer.save_model('OUT')"),
+    ("self.tokenizer.pad_token_id = self.tokenizer.eos_token_id", "pass"),
+)
+ORPO_MODULES = (
+    (
+        "orpo/src/orpo_trainer.py",
+        (
+            LOSS,
+            (".to(dtype=torch.bfloat16)\n        \n        wandb", "\n        \n        wandb"),
+            ("torch.bfloat16", "torch.float32"),
+        ),
+    ),
+)
+ORPO_RUN = (
+    "--model_name ROOT/wide --data_name ROOT/preferences --per_device_train_batch_size ROWS --lr 1e-2 --num_proc 1 "
+    "--per_device_eval_batch_size ROWS --optim adamw_torch --prompt_max_length 60 --response_max_length 57"
+)
+ALIGNING = {
+    "ORPO main.py": Case("orpo/main.py", ORPO_RUN, edits=ORPO, modules=ORPO_MODULES),
+    "ORPO main.py, accumulated, without prompts": Case(
+        "orpo/main.py",
+        f"{ORPO_RUN} --gradient_accumulation_steps 2 --disable_prompt_loss",
+        edits=ORPO,
+        modules=ORPO_MODULES,
+    ),
+    "ORPO main.py, LoRA": Case(
+        "orpo/main.py",
+        f"{ORPO_RUN} --enable_lora --lora_rank 4 --lora_dropout 0",
+        edits=ORPO,
+        modules=ORPO_MODULES,
+    ),
+}
+#: Reward models of RLHFlow. Its chats are lists of messages.
+TURNS = "[{'role': 'user', 'content': sample['prompt']}, {'role': 'assistant', 'content': sample['%s']}]"
+REWARDS = (
+    LOSS,
+    *RENAMED,
+    *((f"            sample['{side}'], tok", f"            {TURNS % side}, tok") for side in ("chosen", "rejected")),
+    ("num_proc=8", "num_proc=1"),
+    ("range(500)", "range(11)"),
+    ("use_flash_attention_2=True", "attn_implementation='sdpa'"),
+    ("    local_rank=script_args.local_rank,\n", ""),
+    ("logging_steps=10", "logging_steps=1"),
+    ("warmup_ratio=0.03", SMALL),
+    ("report_to='wandb'", "report_to='none'"),
+    ("script_args.eval_set_path", "script_args.train_set_path"),
+    ("tokenizer_name, use_fast = False", "tokenizer_name"),
+)
+ORM = (
+    LOSS,
+    (
+        "question = sample['conversations'][0]['content'].split(\"Step 1\")[0]",
+        "question, sample['conversations'] = sample['prompt'], [0, {'content': '+-'[len(sample['chosen']) % 2]}]",
+    ),
+    (
+        "ans = \"Step 1\" + sample['conversations'][0]['content'].split(\"Step 1\")[1]",
+        "ans = sample['chosen']",
+    ),
+    ("        return sample\n", "        del sample['conversations']\n        return sample\n"),
+    ("dtype=torch.bfloat16)", "dtype=torch.float32)"),
+    ('output_name + "/last_checkpoint"', "'OUT'"),
+)
+REWARD_RUN = (
+    "--model_name ROOT/chatty --train_set_path ROOT/preferences --output_path OUT --per_device_train_batch_size ROWS "
+    "--per_device_eval_batch_size ROWS --learning_rate 1e-2 --optim adamw_torch --bf16 False --eval_every_steps 2 "
+    "--save_every_steps 2 --max_length 33"
+)
+for name, more in {
+    "": "--gradient_accumulation_steps 1 --gradient_checkpointing False",
+    ", accumulated": "--gradient_accumulation_steps 2",
+}.items():
+    ALIGNING[f"RLHFlow llama3_8B_rm.py{name}"] = Case(
+        "RLHF-Reward-Modeling/bradley-terry-rm/llama3_8B_rm.py", f"{REWARD_RUN} {more}", edits=REWARDS
+    )
+    ALIGNING[f"RLHFlow scalar_orm_train.py{name}"] = Case(
+        "RLHF-Reward-Modeling/math-rm/scalar_orm_train.py", f"{REWARD_RUN} {more}", edits=(*REWARDS, *ORM)
+    )
