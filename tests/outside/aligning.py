@@ -1,6 +1,6 @@
 """Trainers of papers on preferences and rewards, each read from a checkout: ORPO, SPIN, Bradley-Terry, MedicalGPT."""
 
-from tests.outside.cases import TRAINER, Case
+from tests.outside.cases import Case
 
 #: What Trainer hands on today, and what its arguments are called.
 LOSS = ("return_outputs=False):", "return_outputs=False, num_items_in_batch=None):")

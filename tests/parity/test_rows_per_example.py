@@ -103,6 +103,7 @@ def test_a_collator_tells_how_it_orders_rows():
 def test_rows_in_turns_are_trimmed():
     batch = {"labels": torch.arange(8)[:, None].expand(8, 3), "lengths": list(range(8)), "ids": list("abcd")}
     kept = trim(batch, 3, 4, 2, in_turns=True)
-    assert kept["labels"][:, 0].tolist() == kept["lengths"] == [0, 1, 2, 3, 4, 5] and kept["ids"] == list("abc")
+    assert kept["labels"][:, 0].tolist() == kept["lengths"] == [0, 1, 2, 3, 4, 5]
+    assert kept["ids"] == list("abc")
     assert trim(batch, 3, 4, 2)["lengths"] == [0, 1, 2, 4, 5, 6]
     assert without_targets(batch, 3, 4, in_turns=True)["labels"][:, 0].tolist() == [0, 1, 2, 3, 4, 5, -100, -100]

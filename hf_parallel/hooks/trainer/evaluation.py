@@ -6,7 +6,7 @@ import contextlib
 import functools
 import random
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy
 import torch
@@ -223,15 +223,15 @@ def _are_rows_in_turns(dataloader: DataLoader, each: int) -> bool:
     numpy_state, python_state = numpy.random.get_state(), random.getstate()
     with runtime.mesh().fork_random_state():
         try:
-            for index in range(min(_EXAMPLES_ASKED, len(dataloader.dataset))):
+            for index in range(min(_EXAMPLES_ASKED, len(cast(Any, dataloader.dataset)))):
                 found = rows.are_in_turns(dataloader.collate_fn, dataloader.dataset[index], each)
                 if found is not None:
                     return found
         except Exception as error:  # a collator may take whole batches alone
             report.say(
                 f"the last batch is filled with repeated examples of {each} rows each, and its collator does not take "
-                f"one example to tell how it orders them ({type(error).__name__}: {error}): taken for [all first rows; "
-                "all second rows]; dataloader_drop_last=True works in any order"
+                f"one example to tell how it orders them ({type(error).__name__}: {error}): taken for "
+                "[all first rows; all second rows]; dataloader_drop_last=True works in any order"
             )
         finally:
             numpy.random.set_state(numpy_state)
