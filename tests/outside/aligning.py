@@ -1,6 +1,6 @@
 """Trainers of papers on preferences and rewards, each read from a checkout: ORPO, SPIN, Bradley-Terry, MedicalGPT."""
 
-from tests.outside.cases import Case
+from tests.outside.cases import TRAINER, Case
 
 #: What Trainer hands on today, and what its arguments are called.
 LOSS = ("return_outputs=False):", "return_outputs=False, num_items_in_batch=None):")
@@ -98,4 +98,51 @@ for name, more in {
     )
     ALIGNING[f"RLHFlow scalar_orm_train.py{name}"] = Case(
         "RLHF-Reward-Modeling/math-rm/scalar_orm_train.py", f"{REWARD_RUN} {more}", edits=(*REWARDS, *ORM)
+    )
+#: What MedicalGPT imports for its log, its package, its shuffles, and precision written into it.
+MEDICAL = (
+    ("from loguru import logger\n", "import sys\n" + MOCK % "'loguru'" + "from loguru import logger\n"),
+    ("sys.path.append(", "sys.path.insert(0, 'SOURCES/MedicalGPT'); ("),
+)
+PAIRED = (
+    *MEDICAL,
+    (
+        'logger.info(f"Raw datasets: {raw_datasets}")',
+        "raw_datasets = raw_datasets.map(lambda row: {'conversations': [{'from': 'human', 'value': row['prompt']}]})",
+    ),
+    (".shuffle()", ".shuffle(seed=1)"),
+)
+REWARD = (*PAIRED, *((f"            load_in_{bits}bit=model_args.load_in_{bits}bit,\n", "") for bits in (4, 8)))
+MEDICAL_RUN = f"--model_name_or_path ROOT/chatty --do_train --do_eval {TRAINER} --max_steps 3 --torch_dtype float32"
+FULL, ADAPTED = "--use_peft False", "--use_peft True --lora_rank 4 --lora_dropout 0"
+PAIRS_RUN = (
+    "--model_name_or_path ROOT/chatty --do_train --do_eval --output_dir OUT --per_device_train_batch_size ROWS "
+    "--per_device_eval_batch_size ROWS --report_to none --max_steps 3 --torch_dtype float32 --fp16 False --bf16 False "
+    "--learning_rate 1e-2 --warmup_steps 0 --eval_steps 2 --save_steps 2 --train_file_dir ROOT/preferences "
+    "--validation_file_dir ROOT/preferences --max_source_length 100 --max_target_length 100 --gradient_checkpointing "
+    "False --target_modules q_proj,down_proj"
+)
+for kind, more in {"full": FULL, "LoRA": ADAPTED}.items():
+    ALIGNING[f"MedicalGPT supervised_finetuning.py, {kind}"] = Case(
+        "MedicalGPT/training/supervised_finetuning.py",
+        f"{MEDICAL_RUN} --train_file_dir ROOT/talks --validation_file_dir ROOT/talks --model_max_length 61 {more} "
+        "--gradient_accumulation_steps 2 --save_strategy steps --save_steps 2",
+        edits=MEDICAL,
+    )
+    ALIGNING[f"MedicalGPT pretraining.py, {kind}"] = Case(
+        "MedicalGPT/training/pretraining.py",
+        f"{MEDICAL_RUN} --train_file_dir ROOT/plain --validation_file_dir ROOT/plain --block_size 33 --packing True "
+        f"{more} --max_eval_samples 11 --gradient_checkpointing True",
+        edits=MEDICAL,
+    )
+    ALIGNING[f"MedicalGPT reward_modeling.py, {kind}"] = Case(
+        "MedicalGPT/training/reward_modeling.py",
+        f"{MEDICAL_RUN} --train_file_dir ROOT/preferences --validation_file_dir ROOT/preferences "
+        f"--max_source_length 40 --max_target_length 20 --remove_unused_columns False {more}",
+        edits=REWARD,
+    )
+    ALIGNING[f"MedicalGPT dpo_training.py, {kind}"] = Case(
+        "MedicalGPT/training/dpo_training.py",
+        f"{PAIRS_RUN} --gradient_accumulation_steps {1 + (kind == 'full')} {more}",
+        edits=(*PAIRED, ("optim=args.optim,", "optim=args.optim, use_cpu=True, disable_tqdm=True,")),
     )
