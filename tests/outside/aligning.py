@@ -144,5 +144,108 @@ for kind, more in {"full": FULL, "LoRA": ADAPTED}.items():
     ALIGNING[f"MedicalGPT dpo_training.py, {kind}"] = Case(
         "MedicalGPT/training/dpo_training.py",
         f"{PAIRS_RUN} --gradient_accumulation_steps {1 + (kind == 'full')} {more}",
-        edits=(*PAIRED, ("optim=args.optim,", "optim=args.optim, use_cpu=True, disable_tqdm=True,")),
+        edits=(
+            *PAIRED,
+            (
+                "optim=args.optim,",
+                f"optim=args.optim, {SMALL.replace('warmup_steps=0, ', '').replace(', max_steps=3', '')},",
+            ),
+        ),
+    )
+#: Loops of summarize_from_feedback_details: a board that is not here, seeds by process, and what Transformers has no more.
+SUMMARIES = (
+    ("from torch.utils.tensorboard import SummaryWriter\n", "from unittest.mock import MagicMock as SummaryWriter\n"),
+    (
+        'writer = SummaryWriter(f"runs/{args.run_name}")',
+        'os.makedirs(f"runs/{args.run_name}"); writer = SummaryWriter()',
+    ),
+    ("            safe_serialization=False,\n", "            \n"),
+    ("                safe_serialization=False,\n", "                \n"),
+    ("dataset.shuffle(seed=local_seed)", "dataset.shuffle(seed=args.seed)"),
+    ("accelerator.backward(loss)", "loss = loss.mean()\n                accelerator.backward(loss)"),
+    ('"EleutherAI/pythia-160m"', '"ROOT/wide"'),
+    ("=128,", "=5,"),
+    ('"rouge2"', '"rouge1"'),
+)
+#: Configurations of models of its own, and gathers of numbers that have no dimension.
+SCALARS = (
+    ("        base_config: PretrainedConfig = AutoConfig", "        base_config=AutoConfig"),
+    ("config=self.config.base_config", "config=AutoConfig.from_pretrained(config.base_model)"),
+    ("        self.base_config = base_config\n", ""),
+    ("    def forward(self, **kwargs):", "        self.post_init()\n\n    def forward(self, **kwargs):"),
+)
+SUMMARY_RUN = (
+    "--base_model ROOT/wide --query_dataset ROOT/token-summaries --gradient_accumulation_steps 2 --lr 1e-2 --eps 1e-3 "
+    "--local_micro_batch_size ROWS --local_eval_batch_size ROWS --output_dir OUT/model --num_train_epochs 2 --run_eval"
+)
+COMPARED_RUN = f"{SUMMARY_RUN} --label_dataset ROOT/token-summaries --sft_model_path ROOT/wide --total_episodes 32"
+DETAILS = "summarize_from_feedback_details/summarize_from_feedback_details"
+for script, given, edits in (
+    ("sft.py", f"{SUMMARY_RUN} --response_length 5", SUMMARIES),
+    ("reward.py", COMPARED_RUN, (*SUMMARIES, *SCALARS)),
+    ("dpo.py", f"{COMPARED_RUN} --response_length 5", SUMMARIES),
+):
+    ALIGNING[f"summarize_from_feedback_details {script}"] = Case(f"{DETAILS}/{script}", given, edits=edits)
+#: SPIN stands on alignment-handbook and TRL of 2023.
+SPIN = (
+    ("import logging\nimport sys\n", "import logging\nimport sys\nsys.path.insert(0, 'SOURCES/SPIN/spin')\n"),
+    ("use_flash_attention_2=model_args.use_flash_attention_2,", ""),
+    ("        torch_dtype=torch_dtype,\n", "        dtype=torch.float32,\n"),
+    ("    raw_datasets = get_datasets(data_args, splits=data_args.dataset_splits)", "    raw_datasets = talks()"),
+    (
+        "def main():\n",
+        "def talks():\n    from datasets import load_dataset\n    def turns(row, side):\n        first = {'role': 'user', "
+        "'content': row['prompt']}\n        return [first, {'role': 'assistant', 'content': row[side]}]\n    return "
+        "load_dataset('ROOT/preferences').map(lambda row: {'real': turns(row, 'chosen'), 'generated': turns(row, "
+        "'rejected')}, remove_columns=['prompt', 'chosen', 'rejected', 'reference'])\n\n\ndef main():\n",
+    ),
+    ('            "dataset": list(data_args.dataset_mixer.keys()),\n', ""),
+    ('            "dataset_tags": list(data_args.dataset_mixer.keys()),\n', ""),
+    ("spin_trainer.create_model_card(**kwargs)", "pass"),
+)
+SPIN_MODULES = (
+    (
+        "spin/alignment/trainer.py",
+        (
+            (
+                "        return_outputs=False,\n    ) ->",
+                "        return_outputs=False,\n        num_items_in_batch=None,\n    ) ->",
+            ),
+            (
+                "from trl.import_utils import is_peft_available, is_wandb_available\n",
+                "is_peft_available = lambda: True\nis_wandb_available = lambda: False\n",
+            ),
+            (
+                "from trl.models import PreTrainedModelWrapper, create_reference_model\n",
+                "PreTrainedModelWrapper = create_reference_model = None\n",
+            ),
+            (
+                "disable_dropout_in_model, pad_to_length",
+                "disable_dropout_in_model\nfrom trl.experimental.utils import pad_to_length",
+            ),
+            (
+                "            tokenizer=tokenizer,\n            model_init",
+                "            processing_class=tokenizer,\n            model_init",
+            ),
+            (
+                "        if self.accelerator.is_main_process:\n            self.store",
+                "        if False:\n            self.store",
+            ),
+            ("get_batch_samples", "get_policy_samples"),
+            ("def log(self, logs: Dict[str, float])", "def log(self, logs: Dict[str, float], *more)"),
+            ("return super().log(logs)", "return super().log(logs, *more)"),
+        ),
+    ),
+)
+for kind, more in {
+    "": "",
+    ", accumulated": "--gradient_accumulation_steps 2",
+    ", LoRA": "--use_peft true --lora_r 4 --lora_dropout 0 --lora_target_modules q_proj down_proj",
+}.items():
+    ALIGNING[f"SPIN run_spin.py{kind}"] = Case(
+        "SPIN/spin/run_spin.py",
+        f"--model_name_or_path ROOT/chatty --max_length 49 --max_prompt_length 23 --optim adamw_torch {TRAINER} --max_steps 3 "
+        f"--eval_strategy epoch --preprocessing_num_workers 1 {more}",
+        edits=SPIN,
+        modules=SPIN_MODULES,
     )
