@@ -152,7 +152,7 @@ for kind, more in {"full": FULL, "LoRA": ADAPTED}.items():
             ),
         ),
     )
-#: Loops of summarize_from_feedback_details: a board that is not here, seeds by process, and what Transformers has no more.
+#: A board that is not here, seeds by process, and arguments that Transformers has no more.
 SUMMARIES = (
     ("from torch.utils.tensorboard import SummaryWriter\n", "from unittest.mock import MagicMock as SummaryWriter\n"),
     (
@@ -194,7 +194,8 @@ SPIN = (
     ("    raw_datasets = get_datasets(data_args, splits=data_args.dataset_splits)", "    raw_datasets = talks()"),
     (
         "def main():\n",
-        "def talks():\n    from datasets import load_dataset\n    def turns(row, side):\n        first = {'role': 'user', "
+        "def talks():\n    from datasets import load_dataset\n    def turns(row, side):\n        first = {'role': "
+        "'user', "
         "'content': row['prompt']}\n        return [first, {'role': 'assistant', 'content': row[side]}]\n    return "
         "load_dataset('ROOT/preferences').map(lambda row: {'real': turns(row, 'chosen'), 'generated': turns(row, "
         "'rejected')}, remove_columns=['prompt', 'chosen', 'rejected', 'reference'])\n\n\ndef main():\n",
@@ -244,8 +245,8 @@ for kind, more in {
 }.items():
     ALIGNING[f"SPIN run_spin.py{kind}"] = Case(
         "SPIN/spin/run_spin.py",
-        f"--model_name_or_path ROOT/chatty --max_length 49 --max_prompt_length 23 --optim adamw_torch {TRAINER} --max_steps 3 "
-        f"--eval_strategy epoch --preprocessing_num_workers 1 {more}",
+        f"--model_name_or_path ROOT/chatty --max_length 49 --max_prompt_length 23 --optim adamw_torch {TRAINER} "
+        f"--max_steps 3 --eval_strategy epoch --preprocessing_num_workers 1 {more}",
         edits=SPIN,
         modules=SPIN_MODULES,
     )

@@ -15,6 +15,7 @@ from tests.outside.inferring import INFERRING
 from tests.outside.less import LESS
 from tests.outside.llama_factory import FACTORY
 from tests.outside.lmflow import LMFLOW
+from tests.outside.methods import METHODS
 from tests.outside.open_r1 import OPEN_R1
 from tests.outside.own_trainers import OWN_TRAINERS
 from tests.outside.peft_examples import PEFT
@@ -675,5 +676,6 @@ ORIGINALS = {
     **OWN_TRAINERS,
     **BORROWED,
     **PREFERENCES,
+    **METHODS,
     **OTHERS,
 }
