@@ -20,3 +20,29 @@ METHODS = {
     "minLoRA": method("minlora"),
     "minLoRA, before the layout": method("minlora", "--early"),
 }
+MASKED = "            attention_mask=attention_mask.view(len(input_ids), 1, *input_ids.shape[1:] * 2).bool(),\n            token"
+#: Labels that a configuration had from its encoder, and arguments under their new names.
+SPAN_MARKER = (
+    (
+        "span_marker/configuration.py",
+        (
+            ("            del self.id2label\n", '            self.id2label = self.encoder["id2label"]\n'),
+            ("            del self.label2id\n", '            self.label2id = self.encoder["label2id"]\n'),
+        ),
+    ),
+    ("span_marker/modeling.py", (("            attention_mask=attention_mask,\n            token", MASKED),)),
+    (
+        "span_marker/trainer.py",
+        (
+            ("include_inputs_for_metrics=True", "include_for_metrics=['inputs']"),
+            ("            tokenizer=", "            processing_class="),
+            ("self.tokenizer", "self.processing_class"),
+        ),
+    ),
+)
+for kind, more in {"": "", ", accumulated": "--accumulation 2"}.items():
+    METHODS[f"SpanMarker{kind}"] = Case(
+        str(Path(__file__).parent / "scripts" / "name_entities.py"),
+        f"--model ROOT/bert --output_dir OUT --batch_size ROWS {more}",
+        modules=SPAN_MARKER,
+    )

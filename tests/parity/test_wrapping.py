@@ -57,7 +57,7 @@ class PooledConfig(PretrainedConfig):
 class PooledModel(PreTrainedModel):
     """A model of transformers' own kind that loads its encoder in `__init__`, as TRL's details of summarizing do."""
 
-    config_class = PooledConfig
+    config_class, base_model_prefix = PooledConfig, "encoder"
 
     def __init__(self, folder: str):
         super().__init__(PooledConfig())
@@ -69,15 +69,19 @@ class PooledModel(PreTrainedModel):
     forward = Pooled.forward
 
 
-def train_model(spec: str | None, out: str, folder: str) -> Outcome:
-    """The Trainer script with that model."""
-    data_ranks = activate(spec)
-    return training.train(Script(model="bert"), folder, out, data_ranks, model=PooledModel(folder))
+def train_model(spec: str | None, out: str, folder: str, resized: bool) -> Outcome:
+    """The Trainer script with that model, maybe with a vocabulary that has grown, as SpanMarker's."""
+    data_ranks, model = activate(spec), PooledModel(folder)
+    if resized:
+        embedding = model.resize_token_embeddings(model.get_input_embeddings().weight.shape[0] + 3, 8)
+        assert embedding.weight.shape[0] % 8 == 0
+    return training.train(Script(model="bert"), folder, out, data_ranks, model=model)
 
 
+@pytest.mark.parametrize("resized", [False, True])
 @pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2"])
-def test_a_model_of_transformers_around_another(spec, runs):
-    runs.compare(train_model, spec, runs.initial("bert"))
+def test_a_model_of_transformers_around_another(spec, resized, runs):
+    runs.compare(train_model, spec, runs.initial("bert"), resized)
 
 
 class Embedder(ABC, Pooled):
