@@ -20,7 +20,10 @@ METHODS = {
     "minLoRA": method("minlora"),
     "minLoRA, before the layout": method("minlora", "--early"),
 }
-MASKED = "            attention_mask=attention_mask.view(len(input_ids), 1, *input_ids.shape[1:] * 2).bool(),\n            token"
+MASKED = (
+    "            attention_mask=attention_mask.view(len(input_ids), 1, *input_ids.shape[1:] * 2).bool(),\n"
+    "            token"
+)
 #: Labels that a configuration had from its encoder, and arguments under their new names.
 SPAN_MARKER = (
     (
@@ -46,3 +49,7 @@ for kind, more in {"": "", ", accumulated": "--accumulation 2"}.items():
         f"--model ROOT/bert --output_dir OUT --batch_size ROWS {more}",
         modules=SPAN_MARKER,
     )
+METHODS["simpletransformers"] = Case(  # its loader is not shared out, so that a batch is that of all data ranks
+    str(Path(__file__).parent / "scripts" / "simple_classes.py"),
+    "--kind bert --model ROOT/bert --data ROOT/pairs --output_dir OUT --batch_size 8",
+)

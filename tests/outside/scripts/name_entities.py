@@ -7,6 +7,7 @@ from datasets import Dataset
 from span_marker import SpanMarkerModel, Trainer
 from transformers import TrainingArguments, set_seed
 
+WORDS = ["assert", "with", "while", "the", "is", "None", "value", "expression", "target"]
 LABELS = ["O", "PER", "ORG"]
 
 
@@ -14,7 +15,7 @@ def sentences(size: int, seed: int) -> Dataset:
     """Sentences of words of the small vocabulary, some of which are names."""
     draw, rows = random.Random(seed), []
     for _ in range(size):
-        words = [draw.choice("assert with while the is None value expression target".split()) for _ in range(7)]
+        words = [draw.choice(WORDS) for _ in range(7)]
         words = words[: draw.randint(3, 7)]
         rows.append({"tokens": words, "ner_tags": [draw.choice([0, 0, 1, 2]) for _ in words]})
     return Dataset.from_list(rows)
