@@ -7,17 +7,26 @@ from tests.outside.cases import Case
 SCRIPT = str(Path(__file__).parent / "scripts" / "methods.py")
 
 
-def method(name: str, more: str = "") -> Case:
+def method(name: str, more: str = "", modules=()) -> Case:
     """A case of one method on the small Llama."""
-    return Case(
-        SCRIPT, f"--method {name} --model ROOT/llama --output_dir OUT --sources SOURCES --batch_size ROWS {more}"
-    )
+    words = f"--method {name} --model ROOT/llama --output_dir OUT --sources SOURCES --batch_size ROWS {more}"
+    return Case(SCRIPT, words, modules=modules)
+
+
+#: What Trainer hands on today.
+REFT = (
+    (
+        "pyreft/reft_trainer.py",
+        (("        return_outputs=False\n", "        return_outputs=False, num_items_in_batch=None\n"),),
+    ),
+)
 
 
 METHODS = {
     "BAdam": method("badam"),
     "BAdam, accumulated": method("badam", "--accumulation 2"),
     "minLoRA": method("minlora"),
+    "pyreft": method("reft", modules=REFT),
     "minLoRA, before the layout": method("minlora", "--early"),
 }
 MASKED = (

@@ -16,6 +16,7 @@ from tests.outside.less import LESS
 from tests.outside.llama_factory import FACTORY
 from tests.outside.lmflow import LMFLOW
 from tests.outside.methods import METHODS
+from tests.outside.native import NATIVE
 from tests.outside.open_r1 import OPEN_R1
 from tests.outside.own_trainers import OWN_TRAINERS
 from tests.outside.peft_examples import PEFT
@@ -677,5 +678,6 @@ ORIGINALS = {
     **BORROWED,
     **PREFERENCES,
     **METHODS,
+    **NATIVE,
     **OTHERS,
 }

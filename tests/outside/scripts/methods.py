@@ -38,6 +38,25 @@ def minlora(model, args, sources):
     return Trainer, {"optimizers": (optimizer, None)}
 
 
+def reft(model, args, sources):
+    """pyreft trains what it does to hidden states at the last word of a question; the model stays as it is."""
+    import pyreft
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model.config._name_or_path, model_max_length=64)
+    intervention = pyreft.LoreftIntervention(
+        embed_dim=model.config.hidden_size, low_rank_dimension=4, dtype=torch.float32
+    )
+    where = {"layer": 2, "component": "block_output", "low_rank_dimension": 4, "intervention": intervention}
+    changed = pyreft.get_reft_model(model, pyreft.ReftConfig(representations=where))
+    changed.set_device("cpu")
+    words = ["assert", "with", "while", "the", "is", "None", "value", "expression", "target"]
+    asked = [" ".join(words[i % 5 : i % 5 + 1 + i % 4]) for i in range(30)]
+    answers = [" ".join(words[-2 - i % 6 : -1]) for i in range(30)]
+    data = pyreft.make_last_position_supervised_data_module(tokenizer, model, asked, answers)
+    return pyreft.ReftTrainerForCausalLM, {"model": changed, "processing_class": tokenizer, **data}
+
+
 def load(given):
     """Return the model; by hand from its file if a method changes it before it becomes parallel."""
     if not given.early:
@@ -47,7 +66,7 @@ def load(given):
     return model
 
 
-METHODS = {"badam": badam, "minlora": minlora}
+METHODS = {"badam": badam, "minlora": minlora, "reft": reft}
 
 
 def main():
@@ -75,10 +94,11 @@ def main():
         save_strategy="no",
     )
     kind, more = METHODS[given.method](model, args, given.sources)
-    sets = {"train_dataset": Rows(tokens(30, 1)), "eval_dataset": Rows(tokens(11, 4))}
-    trainer = kind(model=model, args=args, data_collator=collate, **sets, **more)
+    sets = {"train_dataset": Rows(tokens(30, 1)), "eval_dataset": Rows(tokens(11, 4)), "data_collator": collate}
+    trainer = kind(**{"model": model, "args": args, **sets, **more})
     trainer.train()
-    trainer.evaluate()
+    if trainer.eval_dataset is not None:
+        trainer.evaluate()
     trainer.save_model(given.output_dir)
 
 
