@@ -20,7 +20,9 @@ ORPO = (
     ("overwrite_output_dir=True,", ""),
     ("report_to='wandb'", "report_to='none'"),
     ("bf16=True,", ""),
+    ("time.gmtime()", "time.gmtime(0)"),  # in the name of a folder
     ("'./checkpoints/'", "'OUT'"),
+    ("num_proc=self.args.num_proc", "num_proc=None"),  # a worker would be sent the method's object, model included
     ("return_tensors='pt').size(-1)", "return_tensors='pt', return_dict=False).size(-1)"),
     ("item.run()", "item.run(); item.trainer.save_model('OUT')"),
     ("self.tokenizer.pad_token_id = self.tokenizer.eos_token_id", "pass"),
@@ -249,4 +251,56 @@ for kind, more in {
         f"--max_steps 3 --eval_strategy epoch --preprocessing_num_workers 1 {more}",
         edits=SPIN,
         modules=SPIN_MODULES,
+    )
+#: DistillKit reads a file of settings, which stands in its copy here.
+KL = {"function": "kl", "weight": 0.5, "temperature": 2.0, "missing_probability_handling": "zero"}
+DISTILLED = {
+    "": {"loss_functions": [{"function": "cross_entropy", "weight": 0.5}, KL]},
+    ", sparse": {
+        "loss_functions": [KL, {**KL, "function": "tvd", "weight": 0.3}],
+        "teacher": {"kind": "hf", "path": "ROOT/chatty", "top_k": 7},
+        "training_args": {"gradient_accumulation_steps": 2},
+    },
+    ", hidden states": {
+        "loss_functions": [KL, {"function": "hs_mse", "weight": 0.5}],
+        "layer_mapping": [[0, 0], [2, 1], [5, 3]],
+    },
+}
+for kind, settings in DISTILLED.items():
+    training = {
+        "max_steps": 3,
+        "per_device_train_batch_size": "ROWS",
+        "per_device_eval_batch_size": "ROWS",
+        "learning_rate": 1e-2,
+        "adam_epsilon": 1e-3,
+        "logging_steps": 1,
+        "report_to": "none",
+        "bf16": False,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+        "eval_strategy": "epoch",
+        **settings.get("training_args", {}),
+    }
+    repository = {"repo_id": "ROOT/texts", "split": "train"}
+    asked = {
+        "model": "ROOT/llama",
+        "dataset": {"train_dataset": repository, "eval_dataset": {**repository, "split": "validation"}},
+        "teacher": {"kind": "hf", "path": "ROOT/chatty"},
+        "sequence_length": 33,
+        "output_path": "OUT",
+        "use_flash_attention": False,
+        **settings,
+        "training_args": training,
+    }
+    text = repr(asked).replace("'ROWS'", "ROWS")
+    ALIGNING[f"DistillKit{kind}"] = Case(
+        "DistillKit/distillkit/main.py",
+        "SOURCES/DistillKit/examples/mistral3.yaml",
+        edits=(
+            ("import hashlib\n", "import sys\nsys.path.insert(0, 'SOURCES/DistillKit')\nimport hashlib\n"),
+            ("config_dict = yaml.safe_load(f)", f"config_dict = {text}"),
+            ("    main()", "    main(standalone_mode=False)"),
+        ),
+        modules=(("distillkit/trainer.py", (("        self.log(\n", "        dict(  # logs of a process\n"),)),),
     )
