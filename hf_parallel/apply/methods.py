@@ -286,14 +286,15 @@ def _generate_without_cache(pipeline: PipelineEngine, model: PreTrainedModel, *a
 def find_models_inside(model: nn.Module, config: ParallelConfig) -> dict[str, PreTrainedModel]:
     """Return the models inside `model`, outermost ones by name: parallel ones, and under tp any of transformers'.
 
+    A model of transformers is split as a whole, unless a script has loaded a part of it in its `__init__`.
+
     Raises:
         SpecError: a layout or adapters that only a model by itself can have.
     """
-    if hasattr(model, "base_model_prefix"):
-        return {}
     found: dict[str, PreTrainedModel] = {}
+    is_module = not hasattr(model, "base_model_prefix")
     for name, module in model.named_modules():  # PEFT's wrappers show what is in them as their own
-        of_transformers = hasattr(type(module), "base_model_prefix")
+        of_transformers = is_module and hasattr(type(module), "base_model_prefix")
         inside = "_hf_parallel" in vars(module) or (config.tp_size > 1 and of_transformers)
         if name and inside and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = module

@@ -170,6 +170,18 @@ def adjust_bias(original: Callable, self: nn.Module, output_embeddings: Any, inp
         original(self, output_embeddings, input_embeddings)
 
 
+@patch("transformers.modeling_utils:PreTrainedModel._resize_token_embeddings", "resizes what a part has in parts")
+def resize_part(original: Callable, self: nn.Module, *args: object, **kwargs: object) -> object:
+    """Let the parallel model inside `self` resize its vocabulary, such as an encoder that a script has loaded."""
+    model = cast(Any, self)
+    ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+    for part in self.modules():
+        if part is not self and "_hf_parallel" in vars(part) and set(ends) <= set(part.modules()):
+            cast(Any, part).resize_token_embeddings(*args, **kwargs)
+            return model.get_input_embeddings()
+    return original(self, *args, **kwargs)
+
+
 @patch("transformers.modeling_utils:log_state_dict_report", "knows the keys of one stage")
 def report(original: Callable, *args: object, **kwargs: object) -> None:
     """Report once, and raise one error if sizes do not match, for all stages of a pipeline.

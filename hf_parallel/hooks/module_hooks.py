@@ -1,4 +1,4 @@
-"""A script's hooks on the layers of a parallel model: they see a rank's part of the tokens, which it is told once.
+"""A script's hooks on the layers of a parallel model, which see a rank's part of the tokens, and parametrizations.
 
 Interventions, probes and adversarial trainings keep or change what a layer gives. Hooks that read numbers of their
 module alone, such as its time, are right; so this is no reason to stop.
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hf_parallel.apply.weights import list_parallel_models
+from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.patching import patch
 
@@ -44,6 +45,18 @@ def register_hook_on_module(original: Callable, self: nn.Module, *args: object, 
                 if state.note_line(line):
                     report.say(line)
     return original(self, *args, **kwargs)
+
+
+@patch("torch.nn.utils.parametrize:register_parametrization", "computes with a rank's part of a weight")
+def register_parametrization(original: Callable, module: nn.Module, *args: object, **kwargs: object) -> object:
+    """Refuse to compute a weight from one that is in parts, or from what a stage alone has drawn, as minLoRA does."""
+    for model in list_parallel_models():
+        state = runtime.find_parallel_state(model)
+        name = next((name for name, one in model.named_modules() if one is module), None)
+        if state is not None and name is not None and state.mesh.config.world_size > 1:
+            works = "register it before the model is made parallel, on one of from_config, or train PEFT's LoRA"
+            refuse(f"a parametrization of {name}", "ranks have parts of the model already", do=works)
+    return original(module, *args, **kwargs)
 
 
 def _list_axes_with_parts(state: ParallelState) -> list[str]:

@@ -393,6 +393,9 @@ def watch_loop_model(model: PreTrainedModel, folder: str) -> None:
 @patch("accelerate.data_loader:{DataLoaderShard,DataLoaderDispatcher}.__iter__", "does not say how long it waits")
 def batches(original: Callable, self: DataLoaderShard) -> Iterator:
     """Time a loop's reading; a step begins with the first batch after the last one's end."""
+    alone = processes.read_alone(self, original)
+    if alone is not None:
+        return alone
     desync.come_to_call()
     now = of_session(_Now)
     iterator = loop_losses.note_last_batch(self, original(self))

@@ -10,7 +10,7 @@ import hashlib
 import json
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -391,10 +391,34 @@ def make_optimizer(original: Callable, self: Optimizer, params: Any, *args: Any,
         params = list(params)
         if not params and any(state.pipeline is not None for state in map(state_of, list_parallel_models()) if state):
             params = [{"params": []}]
+        params = [{**group, "params": list(group["params"])} if _is_open(group) else group for group in params]
+        _refuse_no_parameters(type(self).__name__, params)
     original(self, params, *args, **kwargs)
     if _trains_together():
         of_process(_Beside).name_next(self)
     note_optimizer(self)
+
+
+def _refuse_no_parameters(name: str, groups: list) -> None:
+    """Refuse an optimizer with nothing to train, beside a model that could: where linears are split they are no more
+
+    of the very class `nn.Linear`, by which a script may look for those that it gives adapters, as minLoRA does.
+    """
+    config, models = runtime.mesh().config, list_parallel_models()
+    if config.tp_size == 1 or config.pp_size > 1 or not groups:
+        return
+    is_empty = all(isinstance(group, dict) and not group["params"] for group in groups)
+    if is_empty and any(parameter.requires_grad for model in models for parameter in model.parameters()):
+        what, why = f"{name} without parameters under tp_size={config.tp_size}", "nothing would train"
+        do = (
+            "isinstance(module, nn.Linear) is True of split linears, type(module) is nn.Linear is not; tp_size=1 works"
+        )
+        refuse(what, why, do=do)
+
+
+def _is_open(group: Any) -> bool:
+    """Return whether this is a group whose parameters are still to be read, of which torch makes a list, too."""
+    return isinstance(group, dict) and isinstance(group.get("params"), Iterator)
 
 
 def _trains_together() -> bool:

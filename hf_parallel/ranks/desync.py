@@ -135,6 +135,18 @@ class _Meeting:
         if self.is_last:
             self.room.set("all", "")
 
+    def withdraw(self) -> None:
+        """Leave the room: this rank does what rank 0 asks for, which may have calls of all ranks in it."""
+        self.room.delete_key(str(self.rank))
+        if self.room.add("count", -1) == 0:
+            self.room.delete_key("count")
+            self.room.delete_key("call")
+
+    def find_other_call(self) -> str | None:
+        """Return the call that another rank has signed for; None if it is this one, or nobody has signed yet."""
+        first = self.room.compare_set("call", "", self.call).decode()
+        return None if first == self.call else first
+
     def sign_or_find_others_elsewhere(self) -> bool:
         """Rank 0: sign if another rank is in this call; return whether all others are in another one."""
         if not self.signs_later or not self.room.check(["call"]):
@@ -206,22 +218,38 @@ class DesyncDetector:
         self.number += 1
         room = dist.PrefixStore(str(self.number), self.store)
         meeting = _Meeting(room, call, advice, self.rank, self.world_size, signs_later=is_served and self.rank == 0)
-        if not meeting.signs_later:
-            first = room.compare_set("call", "", call).decode()
-            if first != call:
-                room.set("other", call)
-                raise AloneError.of_calls(call, first)
+        self._compare_calls(meeting)
         try:
             is_last = self._sign_in(meeting, may_be_alone=True)
         except AloneError:
             self.number -= 1  # the others come to this number with their next call, or are there
             if not meeting.signs_later:
                 for key in (str(self.rank), "call", "count"):
-                    room.delete_key(key)
+                    meeting.room.delete_key(key)
             raise
         if is_last:
             for key in ("call", "count", "all"):  # of a call that all ranks have left
                 self.store.delete_key(f"{self.number - 1}/{key}")
+
+    def _compare_calls(self, meeting: _Meeting) -> None:
+        other = None if meeting.signs_later else meeting.find_other_call()
+        if other is not None:
+            meeting.room.set("other", meeting.call)
+            raise AloneError.of_calls(meeting.call, other)
+
+    def _serve_in_meeting(self, meeting: _Meeting) -> bool:
+        """Do what rank 0 asks for, if anything is: its calls of all ranks come before this one."""
+        if not self.requests.is_asked():
+            return False
+        meeting.withdraw()
+        self.number -= 1
+        self.requests.serve()
+        self.number += 1
+        meeting.room = dist.PrefixStore(str(self.number), self.store)
+        self._compare_calls(meeting)
+        meeting.sign()
+        self.is_meeting = True
+        return True
 
     def _sign_in_room(self, room: dist.Store, call: str, advice: str | None) -> None:
         """Wait for others that are on their way, as `Requests` does."""
@@ -239,7 +267,7 @@ class DesyncDetector:
         self.is_meeting = True
         try:
             while not self._is_over(meeting, may_be_alone):
-                if self.requests.serve():
+                if self._serve_in_meeting(meeting) if may_be_alone else self.requests.serve():
                     start = time.monotonic()
                 if time.monotonic() - start > PATIENCE_S:
                     self._wait_for_missing(meeting, may_be_alone)
@@ -273,7 +301,11 @@ class DesyncDetector:
         room, call, advice = meeting.room, meeting.call, meeting.advice
         question, said, end = 0, False, time.monotonic() + SPEAK_S
         while not self._is_over(meeting, may_be_alone):
-            self.requests.serve()
+            if may_be_alone:
+                self._serve_in_meeting(meeting)
+            else:
+                self.requests.serve()
+            room = meeting.room
             others = (rank for rank in range(self.world_size) if rank != self.rank)
             missing = [rank for rank in others if not room.check([str(rank)])]
             calls = self.number + self.requests.count  # the same number on all ranks that are in one call
@@ -614,10 +646,13 @@ def is_main_process(is_first: bool) -> bool:
     return is_first if runs_for_rank_0 is None else runs_for_rank_0
 
 
-def is_rank_0_alone(call: str) -> bool:
+def is_rank_0_alone(call: str, by_line: bool = False) -> bool:
     """Return True on rank 0 if the others wait for it; return False where all ranks come to this call.
 
     Ranks ask each other only after the script has asked who is the main process, and once for each time.
+
+    Args:
+        by_line: calls from two lines of the script are two calls.
 
     Raises:
         AloneError: another rank is in another call.
@@ -627,6 +662,8 @@ def is_rank_0_alone(call: str) -> bool:
         return False
     if answering.detector.requests.are_all_others_waiting():
         return True
+    if by_line:
+        call += f" at {_find_script_line(sys._getframe(1))}"
     try:
         answering.detector.assert_all_ranks(call, None, is_served=True)
     except AloneError as error:  # or the others have not asked who they are, and come without this

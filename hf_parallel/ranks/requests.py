@@ -76,11 +76,15 @@ class Requests:
         room.set("what", json.dumps([call, number]))
         self.sign_in(room, call, advice)
 
+    def is_asked(self) -> bool:
+        """Another rank: return whether rank 0 asks for anything."""
+        return self.rank > 0 and self._read_next()[0] not in ("", _GO_ON)
+
     def serve(self) -> bool:
         """Another rank: do what is asked for, if anything is."""
-        call, number = self._read_next() if self.rank > 0 else ("", 0)
-        if call in ("", _GO_ON):
+        if not self.is_asked():
             return False
+        call, number = self._read_next()
         room = self._next_room()
         find, do = on_request[number]
         if (found := find()) is not None:  # else rank 0 is told that this rank has ended

@@ -39,6 +39,7 @@ class Case:
     edits: tuple[
         tuple[str, str], ...
     ] = ()  # of a script with numbers and names of its own: text, and what replaces it
+    modules: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = ()  # edits of files that it imports, by path's end
 
     def words(self, arguments: str, root: str, out: str, spec: str | None) -> list[str]:
         """The command line: rows per process are the batch of all over the data ranks."""

@@ -37,6 +37,7 @@ def write_all(root: str) -> None:
         write_qwen2_vl(root)
     write_spans(Path(root))
     write_series(Path(root))
+    write_token_summaries(Path(root))
 
 
 def write_pages(root: Path) -> None:
@@ -167,3 +168,32 @@ def write_qwen2_vl(root: str) -> None:
     media.saved(media.seeded(qwen2_vl.Qwen2VLModel, config), f"{root}/qwen2_vl", processor)
     processor.chat_template = processor.tokenizer.chat_template = CHAT
     media.saved(media.seeded(qwen2_vl.Qwen2VLForConditionalGeneration, config), f"{root}/qwen2_vl_chat", processor)
+
+
+def write_token_summaries(root: Path) -> None:
+    """Save posts with a summary each, and with two that people have compared, as tokens that a number out of the
+
+    vocabulary pads: posts on the left, summaries on the right.
+    """
+    draw, padding, ended = random.Random(7), materials.VOCABULARY, materials.TOKENS["eos_token_id"]
+
+    def tokens(least: int, most: int) -> list[int]:
+        return [draw.randrange(7, materials.VOCABULARY) for _ in range(draw.randint(least, most))]
+
+    def row(index: int) -> dict:
+        post, found = tokens(4, 9), {}
+        found["query_token"] = [padding] * (9 - len(post)) + post
+        for name, query in {"reference_response": "reference", "chosen": "chosen", "rejected": "rejected"}.items():
+            summary = [*tokens(2, 6), ended]
+            found[f"{name}_token"] = summary + [padding] * (7 - len(summary))
+            whole = post + summary + [padding] * (16 - len(post) - len(summary))
+            key = f"query_{name}_token"
+            labels = [padding] * len(post) + whole[len(post) :]
+            found |= {key: whole, f"{key}_response_label": labels}
+            found["policies"] = found[f"{query}_policy"] = f"policy {index % 3}"
+        texts = {"batch": f"batch {index % 2}", "split": "valid"}
+        return {**found, **texts, "choice": index % 2, "extra": {"confidence": index % 5}}
+
+    counts = {"train": 32, "validation": 16, "test": 16, "validation_cnndm": 16}
+    splits = {split: Dataset.from_list([row(index) for index in range(count)]) for split, count in counts.items()}
+    DatasetDict(splits).save_to_disk(root / "token-summaries")

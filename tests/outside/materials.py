@@ -73,7 +73,7 @@ def write_all(root: str) -> None:
 
 def write_for_tuning(root: Path, chatty: PreTrainedTokenizerFast) -> None:
     """Write what the lists are under other names, plain text, and a model with a template for chats."""
-    for kind in ("instructions", "dialogues"):
+    for kind in ("talks", "instructions", "dialogues"):
         rows = json.loads((root / kind / "train.json").read_text())
         write(root / kind / "train.jsonl", rows)
     turns = [{"messages": [{"role": t["from"], "content": t["value"]} for t in r["conversations"]]} for r in rows]

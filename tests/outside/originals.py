@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from tests.outside.aligning import ALIGNING as PREFERENCES
 from tests.outside.axolotl import AXOLOTL
 from tests.outside.borrowed import BORROWED
 from tests.outside.cases import TRAINER, Case
@@ -14,6 +15,8 @@ from tests.outside.inferring import INFERRING
 from tests.outside.less import LESS
 from tests.outside.llama_factory import FACTORY
 from tests.outside.lmflow import LMFLOW
+from tests.outside.methods import METHODS
+from tests.outside.native import NATIVE
 from tests.outside.open_r1 import OPEN_R1
 from tests.outside.own_trainers import OWN_TRAINERS
 from tests.outside.peft_examples import PEFT
@@ -673,5 +676,8 @@ ORIGINALS = {
     **COURSE,
     **OWN_TRAINERS,
     **BORROWED,
+    **PREFERENCES,
+    **METHODS,
+    **NATIVE,
     **OTHERS,
 }

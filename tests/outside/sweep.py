@@ -59,9 +59,13 @@ class Desk:
             raise ValueError(f"{case.script}: nothing to edit in this version")
         for old, new in case.edits:
             text = text.replace(old, new)
-        for word, value in (places or {}).items():
+        return self.edited(original, self.placed(text, places or {}))
+
+    def placed(self, text: str, places: dict[str, str]) -> str:
+        """The text with the names of folders and numbers in the place of words for them."""
+        for word, value in places.items():
             text = re.sub(rf"\b{word}\b", value, text)
-        return self.edited(original, text)
+        return text
 
     def edited(self, original: Path, text: str) -> Path:
         folder = self.work / "edited" / original.parent.relative_to(self.sources)
@@ -88,7 +92,10 @@ class Desk:
         script = self.script(case, places)
         arguments = case.arguments.replace("SOURCES", str(self.sources)).replace("ROWS", places["ROWS"])
         words = case.words(arguments, str(self.root), out, None if plain else spec)
-        call = partial(run_stood_in, str(script), words, str(self.root), out, None if plain else spec)
+        modules = tuple(
+            (end, tuple((old, self.placed(new, places)) for old, new in pairs)) for end, pairs in case.modules
+        )
+        call = partial(run_stood_in, str(script), words, str(self.root), out, None if plain else spec, modules)
         environment = {"TQDM_DISABLE": "1", "ACCELERATE_USE_CPU": "true", "WANDB_MODE": "disabled"}
         if spec is None:
             return [run_alone(call, env=environment, timeout=LIMIT_S)]
@@ -184,12 +191,13 @@ def preload() -> None:
     importlib.import_module("transformers").set_seed(1)  # of scripts that set none before they draw a head
 
 
-def run_stood_in(script: str, words: list[str], root: str, out: str, spec: str | None) -> watching.Seen:
+def run_stood_in(script: str, words: list[str], root: str, out: str, spec: str | None, modules=()) -> watching.Seen:
     """A script among its stand-ins; what it says goes to a file beside what it writes."""
     said = os.open(f"{out}.said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(said, 2)
     sys.path.append(str(next((p for p in Path(script).parents if (p / "llava").is_dir()), Path(script).parent)))
     stand_ins.install()
+    stand_ins.edit_imports(dict(modules))
     seen = watching.run_script(script, words, root, out, spec)
     if spec is not None:
         atexit._run_exitfuncs()  # a rank whose script is at its end still answers those that save alone

@@ -3,11 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
 from tests import models
 from tests.distributed import run, run_alone
 from tests.loops import prepare_loop, rows, take_step
-from tests.training import axes, none, weight_differences
+from tests.rows import data
+from tests.training import activate, axes, fit, none, trainer_of, weight_differences
 
 SAME = {"rtol": 1e-5, "atol": 0.0}  # sums of fp32 terms in another order
 #: A pipeline draws for the last stage's logits, and so other numbers than one process.
@@ -192,3 +194,55 @@ def swap_alone(folder: str, out: str, how: str) -> None:
 def test_weights_that_rank_0_has_changed_alone(runs, tmp_path, how):
     run(swap_alone, 2, runs.initial("llama"), str(tmp_path), how)
     none(weight_differences(str(tmp_path / "alone"), str(tmp_path / "all"), 0.0))
+
+
+def loop_with_samples(spec: str | None, folder: str, own_generator: bool, data_ranks: int) -> list:
+    """The main process alone reads a batch, or all of them, of a loader that all read; twice, before each epoch."""
+    accelerator, model, optimizer = prepare_loop(spec, folder)
+    generator = torch.Generator().manual_seed(5) if own_generator else None
+    examples = torch.utils.data.DataLoader(
+        torch.arange(24), batch_size=8 // data_ranks, shuffle=True, generator=generator
+    )
+    loader, seen = accelerator.prepare(examples), []
+    for epoch in range(2):
+        if accelerator.is_main_process:
+            shown = [batch.tolist() for batch in loader] if epoch else next(iter(loader)).tolist()
+            assert len(shown) == (3 if epoch else 8 // data_ranks)
+        for batch in loader:
+            tokens = batch[:, None] + torch.arange(17)
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss, norm = take_step(accelerator, model, optimizer, loss)
+            mean = accelerator.gather(torch.tensor([loss])).mean().item()
+            seen.append([sorted(accelerator.gather(batch).tolist()), mean, norm, torch.rand(1).item()])
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("spec", "own_generator"), [("dp_shard=2", False), ("tp=2", False), ("dp_shard=2", True), ("pp=2", True)]
+)
+def test_batches_that_rank_0_reads_alone(runs, spec, own_generator):
+    """It draws an order: without it the other ranks would read examples that rank 0 has, and leave out others."""
+    folder = runs.initial("llama")
+    wanted = run_alone(loop_with_samples, None, folder, own_generator, 1)
+    data_ranks = axes(spec)["data_ranks"]
+    first, other = run(loop_with_samples, 2, spec, folder, own_generator, data_ranks)
+    assert data_ranks > 1 or [one[3] for one in first] == [one[3] for one in other]
+    for found in (first, other):
+        assert [one[0] for one in found] == [one[0] for one in wanted]
+        torch.testing.assert_close([one[1:3] for one in found], [one[1:3] for one in wanted], **SAME)
+
+
+def train_after_sample(spec: str | None, out: str, initial: str):
+    """The main process alone shows a batch of the loader that the trainer is about to make, as MedicalGPT does."""
+    data_ranks = activate(spec)
+    model = AutoModelForCausalLM.from_pretrained(initial)
+    examples = [dict(row) for row in data("llama", 22, 1)]
+    trainer, *more = trainer_of(model, out, data_ranks, {"max_steps": 3}, train_dataset=examples)
+    if trainer.is_world_process_zero():
+        assert len(next(iter(trainer.get_train_dataloader()))["input_ids"]) == trainer._train_batch_size
+    return fit(trainer, *more)
+
+
+@pytest.mark.parametrize("spec", ["tp=2", "dp_shard=2", "pp=2"])
+def test_a_loader_that_rank_0_makes_alone(runs, spec):
+    runs.compare(train_after_sample, spec, runs.initial("llama"))

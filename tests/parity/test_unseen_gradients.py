@@ -224,6 +224,11 @@ def parametrise(model):
     nn.utils.parametrize.register_parametrization(model.model.layers[1].mlp.down_proj, "weight", nn.Tanh())
 
 
+def adapt_very_linears(model):
+    found = [module for name, module in model.named_modules() if type(module) is nn.Linear and "layers" in name]
+    torch.optim.AdamW([{"params": (module.weight for module in found)}])
+
+
 class Halves(TrainerCallback):
     """What the refusal of hooks names: gradients are changed before the optimizer's step."""
 
@@ -283,6 +288,21 @@ REFUSED = {
     "a mask per micro-batch": ((Trainer, mask_gradient), "pp=2", "a hook on the gradient of .*embed_tokens"),
     "a hook after the backward": ((Trainer, halve_gradients), "pp=2", "a hook on the gradient of .*norm"),
     "a parametrization": ((Trainer, parametrise), "dp_shard=2", "a parametrization of model.layers.1.mlp.down_proj"),
+    "a parametrization under tp": (
+        (Trainer, parametrise),
+        "tp=2",
+        "a parametrization of model.layers.1.mlp.down_proj",
+    ),
+    "a parametrization under pp": (
+        (Trainer, parametrise),
+        "pp=2",
+        "a parametrization of model.layers.1.mlp.down_proj",
+    ),
+    "adapters that find no linear": (
+        (Trainer, adapt_very_linears),
+        "tp=2",
+        "AdamW without parameters under tp_size=2.*isinstance.*tp_size=1 works",
+    ),
     "all weights of a stage": ((Penalised,), "pp=2", "goes through model.named_parameters.*pp_size=1 works"),
     "a gradient's gradient": ((GradientPenalty, attend_eagerly), "dp_shard=2", "create_graph=True"),
     "a gradient's gradient of parts": ((GradientPenalty, attend_eagerly), "tp=2", "create_graph=True"),

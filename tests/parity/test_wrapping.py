@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoModel, Trainer
+from transformers import AutoModel, PretrainedConfig, PreTrainedModel, Trainer
 
 from hf_parallel.apply.methods import find_models_inside
 from hf_parallel.ask.config import ParallelConfig, SpecError
@@ -48,6 +48,40 @@ def train(spec: str | None, out: str, folder: str) -> Outcome:
 def test_as_in_one_process(spec, runs):
     """Loss, norm, gradients of all weights, evaluation, and the saved weights of both."""
     runs.compare(train, spec, runs.initial("bert"))
+
+
+class PooledConfig(PretrainedConfig):
+    model_type = "pooled"
+
+
+class PooledModel(PreTrainedModel):
+    """A model of transformers' own kind that loads its encoder in `__init__`, as TRL's details of summarizing do."""
+
+    config_class, base_model_prefix = PooledConfig, "encoder"
+
+    def __init__(self, folder: str):
+        super().__init__(PooledConfig())
+        self.encoder = AutoModel.from_pretrained(folder)
+        torch.manual_seed(5)
+        self.head = nn.Linear(64, CLASSES)
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+
+    forward = Pooled.forward
+
+
+def train_model(spec: str | None, out: str, folder: str, resized: bool) -> Outcome:
+    """The Trainer script with that model, maybe with a vocabulary that has grown, as SpanMarker's."""
+    data_ranks, model = activate(spec), PooledModel(folder)
+    if resized:
+        embedding = model.resize_token_embeddings(model.get_input_embeddings().weight.shape[0] + 3, 8)
+        assert embedding.weight.shape[0] % 8 == 0
+    return training.train(Script(model="bert"), folder, out, data_ranks, model=model)
+
+
+@pytest.mark.parametrize("resized", [False, True])
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2"])
+def test_a_model_of_transformers_around_another(spec, resized, runs):
+    runs.compare(train_model, spec, runs.initial("bert"), resized)
 
 
 class Embedder(ABC, Pooled):

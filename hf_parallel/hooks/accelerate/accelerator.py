@@ -172,8 +172,9 @@ def prepare(original: Callable, self: Accelerator, *args: object, **kwargs: obje
         bitsandbytes.check_eight_bit(optimizer)
         if size > 1 and kind.__module__.partition(".")[0] not in _BY_PARAMETER:
             report.say(
-                f"{kind.__name__} has the parameters of one stage of pp_size={size}: a norm that it takes over all "
-                'of them is not the model\'s; hf_parallel.clip_grad_norm(model, float("inf")) is (docs/idioms.md)'
+                f"{kind.__name__} has the parameters of one stage of pp_size={size}: a norm over all of them, or a "
+                "choice among them, is the stage's; hf_parallel.clip_grad_norm(model, float(\"inf\")) is the model's "
+                "(docs/idioms.md)"
             )
         follow_parameters(optimizer)
         if unlike := count_unlike_blocks(inner):

@@ -20,7 +20,13 @@ from transformers.utils import ModelOutput
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import report, runtime
-from hf_parallel.hooks.accelerate.processes import CountedBatch, Place, RandomStream, read_loader_from
+from hf_parallel.hooks.accelerate.processes import (
+    CountedBatch,
+    Place,
+    RandomStream,
+    read_global_state,
+    read_loader_from,
+)
 from hf_parallel.hooks.accelerate.shares import (
     check_loader,
     does_drop_last,
@@ -36,7 +42,7 @@ from hf_parallel.hooks.trainer.rows import (
     has_encoder_outputs,
 )
 from hf_parallel.model.calls import bind_by_name
-from hf_parallel.ranks import messages
+from hf_parallel.ranks import desync, messages
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -116,7 +122,11 @@ def _shard_by_data_rank(prepared: DataLoaderShard, shared: bool) -> object:
         shard.dataset = stream = CountedStream(shard.dataset, shard)
         if prepared.num_workers > 0 and not shard.drop_last:
             prepared.base_dataloader.collate_fn = CountingCollator(prepared.base_dataloader.collate_fn, stream)
-    read_loader_from(prepared, Place(prepared, RandomStream.here() if shared else None))
+    if desync.is_rank_0_alone("preparing a loader", by_line=True):
+        place = Place(prepared, RandomStream(read_global_state()) if shared else None, is_of_rank_0=True)
+    else:
+        place = Place(prepared, RandomStream.here() if shared else None)
+    read_loader_from(prepared, place)
     return prepared
 
 

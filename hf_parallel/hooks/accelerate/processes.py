@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.patching import patch, replace, replacing
-from hf_parallel.ranks import desync, messages
+from hf_parallel.ranks import desync, messages, requests
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -152,6 +152,26 @@ class Place:
     ended: int | None = None  # the epoch after the one that was read to its end
     again: State | None = None  # what the next epoch starts from: a former process has begun it
     rejoins: bool = False  # do all ranks start the next epoch together?
+    is_of_rank_0: bool = False  # rank 0 has made the loader alone
+    is_alone: bool = False  # rank 0 reads the next epoch, or a part of it, alone
+    was_alone: bool = False  # it has read so, of which the others do not know yet
+    request: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.is_of_rank_0:
+            self.request = requests.take_requests(self, Place.follow_rank_0)
+
+    def follow_rank_0(self) -> None:
+        """Go on from what rank 0 has drawn when it read alone. Collective."""
+        if self.stream is not None:
+            self.stream.rejoin()
+            if runtime.mesh().data_rank == 0:  # ranks of one model draw alike
+                set_global_state(self.stream.state)
+                self.stream.left = read_global_state()
+        own = _list_generators(self.loader)
+        for generator, state in zip(own, messages.send_from_one(lambda: [g.get_state() for g in own]), strict=True):
+            generator.set_state(state)
+        self.was_alone = False
 
     def state(self) -> State:
         """Return the place as numbers and tensors."""
@@ -190,7 +210,8 @@ class Place:
             self.stream.rejoin()
         self.rejoins = False
         before, epoch = self._read_now(), loader.iteration
-        draw = contextlib.nullcontext if self.stream is None else self.stream.active
+        stream, self.is_alone = RandomStream(read_global_state()) if self.is_alone else self.stream, False
+        draw = contextlib.nullcontext if stream is None else stream.active
         again, self.again = self.again, None
         self.started, self.ended = again or before, None
         aside: State | None = before if empty else again
@@ -235,6 +256,29 @@ def read_loader_from(loader: DataLoaderShard, place: Place, empty: bool = False)
     iterate = base.__iter__
     base.__iter__ = lambda: place.batches(loader, lambda: _count_batches(loader, iterate()), empty)
     loader._place = place
+
+
+def read_alone(loader: DataLoaderShard, iterate: Callable) -> Iterator | None:
+    """Return an iterator of the batches that rank 0 reads alone, such as to show one; None where all ranks read."""
+    place: Place | None = getattr(loader, "_place", None)
+    if place is None:
+        return None
+    if place.was_alone and place.request is not None:
+        desync.ask_other_ranks("reading a loader", place.request, "read it on all ranks, or put a barrier after it")
+        place.follow_rank_0()
+    if not place.is_of_rank_0 and not desync.is_rank_0_alone("reading a loader", by_line=True):
+        return None
+    place.is_alone = place.was_alone = True
+    return _iterate_alone(loader, iterate)
+
+
+def _iterate_alone(loader: DataLoaderShard, iterate: Callable) -> Iterator:
+    batches = iterate(loader)
+    with replacing(loader, rng_types=None):  # accelerate would send the state of a generator to the others
+        batch = next(batches, batches)
+    while batch is not batches:
+        yield batch
+        batch = next(batches, batches)
 
 
 def rejoin_after_epoch() -> None:

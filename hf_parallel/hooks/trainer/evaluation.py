@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy
 import torch
 import torch.distributed as dist
 from transformers import Seq2SeqTrainer, Trainer
@@ -36,6 +38,7 @@ from hf_parallel.ranks.nested_batches import open_batches
 
 if TYPE_CHECKING:
     from accelerate.state import GradientState
+    from torch.utils.data import DataLoader
     from transformers import PreTrainedModel
 
 
@@ -43,6 +46,10 @@ _UNCOUNTED = (
     "the last batch is filled with repeated examples, which count twice, as under DDP, because it does not tell how "
     "many it has; dataloader_drop_last=True works"
 )
+
+
+#: Examples whose rows are looked at: those of one example may be alike.
+_EXAMPLES_ASKED = 16
 
 
 # ---- Batches that a data rank must weigh: the last one of a loader, which accelerate fills with repeated rows, and
@@ -92,7 +99,11 @@ def without_repeats(trainer: Trainer, batches: Iterator) -> Iterator:
             # Data ranks with fewer rows would take another way through a pipeline than the rest: keep the shape there.
             # Its schedule reduces gradients before the loss is multiplied by anything, so that none may be needed.
             keep = whole or (_should_run_scheduled(trainer, batch) and rows.JOINED not in batch)
-            kept = rows.without_targets(batch, real, count) if keep else rows.trim(batch, real, count, blocks)
+            turns = record_of(trainer).in_turns
+            if keep:
+                kept = rows.without_targets(batch, real, count, turns)
+            else:
+                kept = rows.trim(batch, real, count, blocks, turns)
             taken = dict(rows.open_batch(kept))
             last = close(taken if real else rows.with_tokens_for_decoder(taken, trainer.model))
             last = WeighedBatch(last) if isinstance(last, Mapping) else WeighedParts(last)
@@ -200,7 +211,30 @@ def tell_examples_apart(
     blocks = record.rows_per_example if known is None else known
     if blocks > 1 or held > full:
         refuse_cut_examples(count_sharing_ranks(state.active_dataloader))
+    if blocks > 1 and known is None and is_ragged(state):
+        record.in_turns = _are_rows_in_turns(state.active_dataloader, blocks)
     return batch, blocks if held % blocks == 0 else 1
+
+
+def _are_rows_in_turns(dataloader: DataLoader, each: int) -> bool:
+    """Ask the collator of a loader how it orders the rows of its examples, with the first that tells."""
+    numpy_state, python_state = numpy.random.get_state(), random.getstate()
+    with runtime.mesh().fork_random_state():
+        try:
+            for index in range(min(_EXAMPLES_ASKED, len(cast(Any, dataloader.dataset)))):
+                found = rows.are_in_turns(dataloader.collate_fn, dataloader.dataset[index], each)
+                if found is not None:
+                    return found
+        except Exception as error:  # a collator may take whole batches alone
+            report.say(
+                f"the last batch is filled with repeated examples of {each} rows each, and its collator does not take "
+                f"one example to tell how it orders them ({type(error).__name__}: {error}): taken for "
+                "[all first rows; all second rows]; dataloader_drop_last=True works in any order"
+            )
+        finally:
+            numpy.random.set_state(numpy_state)
+            random.setstate(python_state)
+    return False
 
 
 @patch("transformers.trainer:Trainer.evaluation_loop", "weighs batches that are split over ranks by whole ones")
@@ -352,7 +386,11 @@ def _select_real_examples(trainer: Trainer, batch: rows.Batch, real: int, count:
     whole = must_be_whole(trainer, batch, count * blocks, dealt)  # all ranks ask, also those without repeated rows
     if real == count:
         return batch
-    kept = rows.without_targets(batch, real, count) if whole else rows.trim(batch, real, count, blocks)
+    turns = record_of(trainer).in_turns
+    if whole:
+        kept = rows.without_targets(batch, real, count, turns)
+    else:
+        kept = rows.trim(batch, real, count, blocks, turns)
     kept.pop(rows.LABELS_COUNTED, None)
     return kept if real else rows.with_tokens_for_decoder(kept, trainer.model)
 

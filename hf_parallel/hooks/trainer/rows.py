@@ -1,15 +1,17 @@
 """The rows of a batch, and how those that are repeated to fill a ragged last batch are left out.
 
-A batch holds its examples in one of three ways:
+A batch holds its examples in one of four ways:
 
     plain     one row per example
     blocks    k rows per example, all the first ones, then all the second ones: TRL's chosen and rejected
+    turns     k rows per example, those of an example behind one another: chosen, rejected, chosen, rejected, …
     joined    all examples behind one another in a single row: batches without padding; JOINED says whose a token is
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import torch
@@ -69,8 +71,34 @@ def tell_rows_apart(batch: Batch, full: int) -> Batch:
     return {**batch, JOINED: starts.cumsum(1) - starts[:, :1].long()}
 
 
-def trim(batch: Batch, real: int, rows: int, blocks: int = 1) -> dict:
-    """Only the real examples; one without a target where there are none, so that the rank still takes part."""
+def are_in_turns(collate: Callable, example: object, each: int) -> bool | None:
+    """Return whether a collator puts the rows of an example behind one another; None if this one does not tell.
+
+    It collates the example alone and twice: [chosen, rejected] becomes [chosen, rejected, chosen, rejected] or
+    [chosen, chosen, rejected, rejected]. Numbers that it draws may differ, so that most entries tell.
+
+    Args:
+        each: rows per example.
+    """
+    alone, twice = (collate([copy.deepcopy(example) for _ in range(count)]) for count in (1, 2))
+    lead = 0
+    for key, value in alone.items():
+        both = twice[key]
+        if not torch.is_tensor(value) or value.ndim == 0 or len(value) != each or both.shape[1:] != value.shape[1:]:
+            continue
+        turns, blocks = torch.cat([value, value]), value.repeat_interleave(2, dim=0)
+        lead += int((both == turns).sum()) - int((both == blocks).sum())
+    return lead > 0 if lead else None
+
+
+def trim(batch: Batch, real: int, rows: int, blocks: int = 1, in_turns: bool = False) -> dict:
+    """Only the real examples; one without a target where there are none, so that the rank still takes part.
+
+    Args:
+        rows: number of examples.
+        blocks: rows per example.
+        in_turns: are the rows of an example behind one another?
+    """
     kept = max(1, real)
     if JOINED in batch:
         tokens, trimmed = int((batch[JOINED] < kept).sum()), dict(batch)
@@ -83,12 +111,14 @@ def trim(batch: Batch, real: int, rows: int, blocks: int = 1) -> dict:
     else:
         trimmed = {**batch}
         for key, value in batch.items():
-            if isinstance(value, list):  # one thing per example, such as the boxes of an image
-                trimmed[key] = value[:kept] if len(value) == rows else value
-            elif torch.is_tensor(value) and value.ndim and value.shape[0] == rows:
-                trimmed[key] = value[:kept]
-            elif torch.is_tensor(value) and value.ndim and value.shape[0] == rows * blocks:
-                trimmed[key] = value.unflatten(0, (blocks, rows))[:, :kept].flatten(0, 1)
+            is_list = isinstance(value, list)  # one thing per example, such as the boxes of an image
+            if not is_list and (not torch.is_tensor(value) or not value.ndim):
+                continue
+            if len(value) == rows or in_turns and len(value) == rows * blocks:
+                trimmed[key] = value[: kept * len(value) // rows]
+            elif len(value) == rows * blocks:
+                places = [block * rows + example for block in range(blocks) for example in range(kept)]
+                trimmed[key] = [value[place] for place in places] if is_list else value[places]
     return trimmed if real else without_targets(trimmed, 0, kept)
 
 
@@ -97,14 +127,15 @@ def open_batch(batch: Batch) -> Batch:
     return {key: value for key, value in batch.items() if key != JOINED} if JOINED in batch else batch
 
 
-def without_targets(batch: Batch, real: int, rows: int) -> dict:
-    """Leave targets only in the first `real` rows of each block: the others add nothing to a loss per token.
+def without_targets(batch: Batch, real: int, rows: int, in_turns: bool = False) -> dict:
+    """Leave targets only in the first `real` examples: the others add nothing to a loss per token.
 
     One label per row stays where there is no real row: nothing of an absent rank counts, and a head for classes need
     not know -100, or leaves out its loss, and with it what data ranks compute together.
 
     Args:
-        rows: of a block.
+        rows: number of examples.
+        in_turns: are the rows of an example behind one another?
     """
     kept = dict(batch)
     for key, labels in batch.items():
@@ -114,8 +145,9 @@ def without_targets(batch: Batch, real: int, rows: int) -> dict:
             kept[LABELS_COUNTED] = torch.full_like(labels, -100)
             continue
         if torch.is_tensor(labels) and labels.ndim < 3 and not labels.is_floating_point():  # pixels ignore others
-            kept[key] = kept[key].clone()
-            kept[key][torch.arange(len(kept[key])) % rows >= real] = -100
+            places = torch.arange(len(labels))
+            kept[key] = labels.clone()
+            kept[key][(places // (len(labels) // rows) if in_turns else places % rows) >= real] = -100
     return kept
 
 

@@ -458,9 +458,11 @@ def _select_counted(trainer: Trainer, inputs: dict) -> dict:
         return inputs
     if not inputs.real_rows:
         return {key: value[:0] if torch.is_tensor(value) and value.ndim else value for key, value in inputs.items()}
-    blocks = record_of(trainer).rows_per_example
-    held = rows.count_examples(inputs, blocks)
-    return inputs if held in (None, inputs.real_rows) else rows.trim(inputs, inputs.real_rows, held, blocks)
+    record = record_of(trainer)
+    held = rows.count_examples(inputs, record.rows_per_example)
+    if held in (None, inputs.real_rows):
+        return inputs
+    return rows.trim(inputs, inputs.real_rows, held, record.rows_per_example, record.in_turns)
 
 
 @patch("transformers.trainer:Trainer._finalize_training", "adds a rank's own loss of the steps not logged yet")

@@ -191,4 +191,5 @@ def main():
     trainer.save_model(args.output_dir)
 
 
-main()
+if __name__ == "__main__":
+    main()
