@@ -38,6 +38,7 @@ from hf_parallel.ask.keys.sizes import SHARDS
 from hf_parallel.ask.session import of_session
 from hf_parallel.axes.data.units import wait_for_reductions
 from hf_parallel.checkpoint.slices import find_local_part, read_part
+from hf_parallel.ranks.desync import is_rank_0_alone
 from hf_parallel.ranks.mesh import EXPERT_AXES, get_stored, place_as
 from hf_parallel.ranks.steps import call_after_steps, call_before_steps
 
@@ -170,8 +171,15 @@ def _prove(operation: Any, whole: torch.Tensor, weight: DTensor) -> None:
     versions = of_session(_Proved).versions
     if not whole.is_inference() and versions.get(whole) == whole._version:
         return
+    name = operation._schema.name.removeprefix("aten::")
+    if is_rank_0_alone(f"{name} of a weight and a whole tensor"):
+        if all(placement.is_replicate() for placement in weight.placements):
+            return  # its own replica, as under DDP
+        raise NotImplementedError(
+            f"hf_parallel: rank 0 alone calls {name} of a weight and a whole tensor, but all ranks hold parts of it: "
+            "call ema.copy_to(…) and ema.restore(…), or what else changes weights, on all ranks"
+        )
     if not is_same_on_ranks(whole, weight):
-        name = operation._schema.name.removeprefix("aten::")
         raise NotImplementedError(
             f"hf_parallel: {name} of a weight of {tuple(weight.shape)} and a tensor of which its "
             f"{weight.device_mesh.size()} ranks have other numbers: a copy that all ranks change alike works, and "
