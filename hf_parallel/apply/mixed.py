@@ -173,11 +173,9 @@ def _prove(operation: Any, whole: torch.Tensor, weight: DTensor) -> None:
         return
     name = operation._schema.name.removeprefix("aten::")
     if is_rank_0_alone(f"{name} of a weight and a whole tensor"):
-        if all(placement.is_replicate() for placement in weight.placements):
-            return  # its own replica, as under DDP
         raise NotImplementedError(
-            f"hf_parallel: rank 0 alone calls {name} of a weight and a whole tensor, but all ranks hold parts of it: "
-            "call ema.copy_to(…) and ema.restore(…), or what else changes weights, on all ranks"
+            f"hf_parallel: rank 0 alone calls {name} of a weight and a whole tensor, and other ranks have the weight, "
+            "too: call ema.copy_to(…) and ema.restore(…), or what else changes weights, on all ranks"
         )
     if not is_same_on_ranks(whole, weight):
         raise NotImplementedError(
