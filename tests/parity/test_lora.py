@@ -71,10 +71,10 @@ def test_adapters_on_one_stage_only(runs, layer, schedule):
     runs.check(script.with_accumulation(2), f"pp=2,pipeline_schedule={schedule}")
 
 
-def test_loss_that_keeps_all_activations(runs):
-    """Through `pipeline/whole.py`, with a first stage that has nothing to train."""
-    script = Script(overrides=True, own_loss=True, lora=lora(MLP, layers_to_transform=(2, 3)))
-    runs.check(script, "pp=2,dp_shard=2")
+@pytest.mark.parametrize(("layers", "spec"), [((2, 3), "pp=2,dp_shard=2"), ((0, 1), "pp=2")])
+def test_loss_that_keeps_all_activations(runs, layers, spec):
+    """With a first stage that has nothing to train, or a last one, which alone computes the loss."""
+    runs.check(Script(overrides=True, own_loss=True, lora=lora(MLP, layers_to_transform=layers)), spec)
 
 
 def test_second_adapter_and_zero_start(runs):

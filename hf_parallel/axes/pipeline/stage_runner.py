@@ -169,6 +169,7 @@ class StageRunner:
         self.services = building.services
         self.loss_only = False  # evaluation that wants no logits need not send them
         self.keeps_gathered = False  # while the model generates
+        self.trains_somewhere = False  # does a stage have a parameter that trains? As of the latest served call
         self.recorder = Recorder(mesh.device)
         self.items: torch.Tensor | None = None  # the whole batch's number of targets, while a script's loss sees parts
         self.handed_over: torch.Tensor | None = None  # from a stage to the next on the same rank

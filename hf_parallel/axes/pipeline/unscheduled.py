@@ -201,6 +201,10 @@ def serve_script(engine: StageRunner, batch: Batch, script: Callable[[], object]
     grad, held = torch.is_grad_enabled(), engine.services.begin_held_run()
     free(engine)  # of a call whose backward has not come: weights may have changed since
     session, control, source = Serving(engine, batch), engine.control, engine.last_rank
+    if grad:  # the last stage alone describes calls, and may have no parameter that trains
+        trains = torch.tensor(any(p.requires_grad for p in engine.model.parameters()), dtype=torch.int32)
+        dist.all_reduce(trains, dist.ReduceOp.MAX, group=control)
+        engine.trains_somewhere = bool(trains)
     result: object = None
     told: list[Call | messages.Failed | None] = [None]
     if engine.last:
@@ -252,7 +256,8 @@ def describe_call(engine: StageRunner, kwargs: Batch, batch: Batch, values: bool
         return value.detach().cpu() if values else value
 
     kwargs = {key: value for key, value in kwargs.items() if key != "num_items_in_batch"}  # passed on for the loss
-    grad = torch.is_grad_enabled() and any(p.requires_grad for p in engine.model.parameters())
+    trains = engine.trains_somewhere or any(p.requires_grad for p in engine.model.parameters())
+    grad = torch.is_grad_enabled() and trains
     adapters = None if engine.services.adapters is None else engine.services.adapters.read()
     return Call(engine.number, tree_map(name, kwargs), grad, get_autocast_dtype(engine.mesh.device), adapters)
 
