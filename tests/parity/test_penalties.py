@@ -14,7 +14,7 @@ from tests.loops import take_step
 from tests.rows import Rows
 from tests.training import activate, axes, close, fit, none, trainer_of
 
-ODD = {"num_hidden_layers": 3, "vocab_size": 515}
+ODD = {"num_hidden_layers": 2, "vocab_size": 515}
 
 
 def penalty_of(model, former):
@@ -61,7 +61,7 @@ def train(spec, out, kind, trainer_class):
     model = models.build(kind, **ODD)
     former = {name: 0.9 * p.detach().clone() for name, p in model.named_parameters()}
     settings = {"gradient_accumulation_steps": 2}
-    trainer, recorder = trainer_of(model, out, data_ranks, settings, trainer_class, train_dataset=Rows(43, 11))
+    trainer, recorder = trainer_of(model, out, data_ranks, settings, trainer_class, train_dataset=Rows(27, 11))
     trainer.former = former
     return fit(trainer, recorder)
 
