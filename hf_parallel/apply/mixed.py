@@ -54,7 +54,7 @@ _LISTS = "add add_ sub sub_ mul mul_ div div_ lerp lerp_ addcmul addcmul_ addcdi
 
 @dataclass
 class _Proved:
-    """Whole tensors of which the ranks have shown the same numbers, and the version of each at that time."""
+    """Whole tensors of which the ranks have shown the same numbers: the version at that time, and the ranks' mesh."""
 
     versions: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
@@ -97,7 +97,8 @@ def combine(operation: Any, args: tuple, kwargs: dict) -> Any:
     target = next(iter(tree_leaves(kwargs.get("out", args[0]))), None) if operation._schema.is_mutable else None
     is_average = isinstance(target, torch.Tensor) and not isinstance(target, DTensor)
     wholes = [tensor for tensor in tensors if not isinstance(tensor, DTensor) and (tensor.numel() > 1 or is_average)]
-    if not wholes or not all(map(is_of_layout, parts)):
+    is_partial = isinstance(target, DTensor) and any(placement.is_partial() for placement in target.placements)
+    if not wholes or is_partial or not all(map(is_of_layout, parts)):
         return _compute_as_torch(operation, args, kwargs, parts)
     if isinstance(args[0], Sequence) and len(args[0]) > 1 and operation._schema.name.startswith("aten::_foreach_"):
         return _combine_each(operation, args, kwargs)
@@ -169,7 +170,8 @@ def _take_part(operation: Any, value: Any, parts: list[DTensor]) -> Any:
 
 def _prove(operation: Any, whole: torch.Tensor, weight: DTensor) -> None:
     versions = of_session(_Proved).versions
-    if not whole.is_inference() and versions.get(whole) == whole._version:
+    proof = None if whole.is_inference() else (whole._version, weight.device_mesh)
+    if proof is not None and versions.get(whole) == proof:
         return
     name = operation._schema.name.removeprefix("aten::")
     if is_rank_0_alone(f"{name} of a weight and a whole tensor"):
@@ -183,8 +185,8 @@ def _prove(operation: Any, whole: torch.Tensor, weight: DTensor) -> None:
             f"{weight.device_mesh.size()} ranks have other numbers: a copy that all ranks change alike works, and "
             "noise drawn after torch.manual_seed with one number on all ranks, times numbers that all ranks have"
         )
-    if not whole.is_inference():
-        versions[whole] = whole._version
+    if proof is not None:
+        versions[whole] = proof
 
 
 class _Number(torch.autograd.Function):
