@@ -31,10 +31,7 @@ _LIBRARIES = {"torch", "transformers", "accelerate", "peft", "trl", "sentence_tr
 )
 def register_hook_on_module(original: Callable, self: nn.Module, *args: object, **kwargs: object) -> object:
     """Print a line if a script's hook will see a part of the tokens that its module sees in one process."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "hf_parallel":
-        frame = frame.f_back
-    if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+    if _find_caller() not in _LIBRARIES:
         for model in list_parallel_models():
             state = runtime.find_parallel_state(model)
             if state is not None and (parts := _list_axes_with_parts(state)) and _is_in_layer(model, self):
@@ -47,10 +44,21 @@ def register_hook_on_module(original: Callable, self: nn.Module, *args: object, 
     return original(self, *args, **kwargs)
 
 
+def _find_caller() -> str:
+    """Return the name of the package that calls a function which is replaced here."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "hf_parallel":
+        frame = frame.f_back
+    return frame.f_globals.get("__name__", "").partition(".")[0]
+
+
 @patch("torch.nn.utils.parametrize:register_parametrization", "computes with a rank's part of a weight")
 def register_parametrization(original: Callable, module: nn.Module, *args: object, **kwargs: object) -> object:
-    """Refuse to compute a weight from one that is in parts, or from what a stage alone has drawn, as minLoRA does."""
-    for model in list_parallel_models():
+    """Refuse to compute a weight from one that is in parts, or from what a stage alone has drawn, as minLoRA does.
+
+    PEFT's own, of `target_parameters`, know the layout.
+    """
+    for model in list_parallel_models() if _find_caller() != "peft" else ():
         state = runtime.find_parallel_state(model)
         name = next((name for name, one in model.named_modules() if one is module), None)
         if state is not None and name is not None and state.mesh.config.world_size > 1:

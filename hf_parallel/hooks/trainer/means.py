@@ -86,10 +86,15 @@ class Forward:
 
 @dataclass
 class _Now:
-    """The Trainer's loss that is being computed, if any, and the forward passes in progress, innermost last."""
+    """The Trainer's loss that is being computed, if any, and the forward passes in progress, innermost last.
+
+    Attributes:
+        computes: is a loss of torch.nn.functional being computed?
+    """
 
     scope: Scope | None = None
     forwards: list[Forward] = field(default_factory=list)
+    computes: bool = False
 
 
 def get_scope() -> Scope | None:
@@ -190,7 +195,10 @@ def mean(original: Callable, *args: object, **kwargs: object) -> torch.Tensor:
     now = of_session(_Now)
     if original.__name__ in _BY_ELEMENT and any(isinstance(value, DTensor) for value in (*args, *kwargs.values())):
         return _compute_penalty(original, bind_by_name(original, args, kwargs))
-    value = original(*args, **kwargs)
+    if now.computes:  # torch calls it by its name once more under a mode, such as that of torch.set_default_device
+        return original(*args, **kwargs)
+    with replacing(now, computes=True):
+        value = original(*args, **kwargs)
     if now.forwards and now.forwards[-1].whole:
         return value
     given = bind_by_name(original, args, kwargs)
