@@ -59,6 +59,13 @@ class _Proved:
     versions: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
 
+@dataclass
+class _Paused:
+    """The operations that torch has to itself while an optimizer steps; none where no layout has taken them over."""
+
+    operations: set[Any] = field(default_factory=set)
+
+
 @functools.cache
 def list_operations() -> tuple[Any, ...]:
     """Return the operations that `combine` computes, each with one name and one set of argument types."""
@@ -75,12 +82,15 @@ def pause_in_steps() -> None:
 
 def _pause(optimizer: Optimizer, *rest: object) -> None:
     if type(optimizer).__module__.startswith("torch.optim"):
-        for operation in list_operations():
-            DTensor._op_dispatcher._custom_op_handlers.pop(operation, None)
+        handlers = DTensor._op_dispatcher._custom_op_handlers
+        taken = {operation for operation in list_operations() if handlers.pop(operation, None) is not None}
+        of_session(_Paused).operations |= taken
 
 
 def _go_on(*rest: object) -> None:
-    DTensor._op_dispatcher._custom_op_handlers.update(dict.fromkeys(list_operations(), combine))
+    paused = of_session(_Paused)
+    DTensor._op_dispatcher._custom_op_handlers.update(dict.fromkeys(paused.operations, combine))
+    paused.operations.clear()
 
 
 def combine(operation: Any, args: tuple, kwargs: dict) -> Any:
