@@ -29,6 +29,7 @@ from hf_parallel.apply.methods import (
     replace_methods_around,
     share_own,
 )
+from hf_parallel.apply.own_code import prove_own_code, refuse_changed_code
 from hf_parallel.apply.weights import (
     note_former_parameters,
     refuse_changed_parameters,
@@ -99,8 +100,12 @@ def parallelize(
     plan = resolve(mesh.config, anatomy)
     if pack is not None:
         pack.check(model, plan)
+    if anatomy.is_transformers:
+        prove_own_code(cast("PreTrainedModel", model), mesh, apply)
     with note_former_parameters(model):
         apply(model, plan, mesh, pack)
+    if anatomy.is_transformers:
+        refuse_changed_code(cast("PreTrainedModel", model), mesh)
     return model
 
 

@@ -147,8 +147,11 @@ class ParallelMesh:
     expert_mesh: DeviceMesh | None = None  # the second view, where there is expert parallelism
 
     @classmethod
-    def create(cls, config: ParallelConfig, device: torch.device) -> ParallelMesh:
+    def create(cls, config: ParallelConfig, device: torch.device, groups: Groups | None = None) -> ParallelMesh:
         """Build all groups. Needs an initialised default process group; collective over all processes.
+
+        Args:
+            groups: those of another mesh, which are used where their ranks are the same.
 
         Raises:
             SpecError: the sizes do not multiply to the number of processes.
@@ -156,7 +159,7 @@ class ParallelMesh:
         config = config.resolve(dist.get_world_size())
         if config.world_size != dist.get_world_size():
             refuse(config.to_spec(), f"does not fit {dist.get_world_size()} processes", "dp_shard=-1")
-        groups = Groups(device)
+        groups = groups or Groups(device)
         device_mesh = _build_device_mesh(groups, config, config.sizes)
         data_group = groups.along(list_axis_ranks(config, *_list_data_axes(config)))
         expert_mesh = _build_device_mesh(groups, config, config.expert_sizes) if config.ep_size > 1 else None

@@ -1,0 +1,310 @@
+"""Layers that a script has written or changed, tried on a copy of the model before the model is split.
+
+tp and cp know what the layers of libraries compute. A script's own may do what no part of a layer or of a sequence
+can: mix tokens between regions, take a mean over columns, attend with products of its own.
+
+    copy of the model at hand, with weights drawn anew     outputs, loss, gradients      as they are
+    the same copy, made parallel                           outputs, loss, gradients      must be equal
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_parallel.apply.weights import full_tensor
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.spec import SpecError, get_first_line, refuse
+from hf_parallel.model.anatomy import find_stacks, find_token_readers
+from hf_parallel.plans.resolve import read_model, resolve
+from hf_parallel.ranks.mesh import ParallelMesh
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from hf_parallel.axes.axis import Plan
+
+#: Packages whose layers are known to compute the same when they are split, or are refused by their names.
+LIBRARIES = frozenset(
+    ("torch", "transformers", "peft", "accelerate", "trl", "sentence_transformers", "diffusers", "timm", "torchvision")
+    + ("liger_kernel", "kernels", "flash_attn", "bitsandbytes", "torchao", "hf_parallel")
+)
+#: Above so many parameters a copy has one layer of each kind.
+LARGEST = 300_000_000
+#: Of a tensor's norm. Sums in another order are off by 1e-5, another token or column by 1e-2 and more.
+TOLERANCE = 1e-3
+#: Of the largest gradient's norm: gradients that are zero but for rounding are as far off as they are large.
+NOISE = 1e-6
+ROWS, SEED = 3, 11
+#: Axes that change what a forward computes from.
+AXES = ("tp", "cp", "ep")
+
+Apply = Callable[[nn.Module, "Plan", ParallelMesh], object]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The outputs, loss and gradients of a step of the copy, by name; or the error that it stops at."""
+
+    outputs: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor | None]
+    error: Exception | None = None
+
+
+def prove_own_code(model: PreTrainedModel, mesh: ParallelMesh, apply: Apply) -> None:
+    """Try a model with layers of the script's own in this layout. Collective over all ranks.
+
+    Args:
+        model: with weights or on the meta device; not changed.
+        apply: makes a model parallel by a plan.
+
+    Raises:
+        SpecError: it trains with other numbers than in one process, or cannot be tried.
+    """
+    axes = [axis for axis in AXES if mesh.size(axis) > 1]
+    own = find_own_code(model) if axes else {}
+    if not own:
+        return
+    what = ", ".join(_name_each_class(own))
+    with mesh.fork_random_state(), _exact_products(mesh.device):
+        plain = _make_copy(model, mesh.device)
+        batch, expected = _find_batch(plain, mesh)
+        if expected.error is not None:
+            why = f"{what} is no layer of a library, and cannot be tried ({get_first_line(expected.error)})"
+            refuse(_say_sizes(mesh, axes), why, _say_ones(axes), cause=expected.error)
+
+        def find_difference_in(axes: Iterable[str], **settings: Any) -> str | None:
+            layout = _choose_layout(mesh, axes, settings)
+            return _compare(_copy_computed(plain), batch, expected, layout, apply)
+
+        found = find_difference_in(axes)
+        if found is None:
+            return
+        cuts_tokens = "tp" in axes and mesh.config.sequence_parallel is not False
+        if cuts_tokens and find_difference_in(axes, sequence_parallel=False) is None:
+            why = f"{what} computes other numbers from a part of the tokens: {found}"
+            refuse(_say_sizes(mesh, ["tp"]), why, "sequence_parallel=false")
+        guilty = [axis for axis in axes if len(axes) > 1 and find_difference_in([axis]) is not None] or axes
+    refuse(_say_sizes(mesh, guilty), f"{what} computes other numbers where it is split: {found}", _say_ones(guilty))
+
+
+def refuse_changed_code(model: PreTrainedModel, mesh: ParallelMesh) -> None:
+    """Let the model's first forward pass refuse layers that a script has written since: they were not tried.
+
+    Raises:
+        SpecError: in that pass.
+    """
+    axes = [axis for axis in ("tp", "cp") if mesh.size(axis) > 1]
+    if not axes:
+        return
+    before = set(find_own_code(model))
+
+    def look(module: nn.Module, args: tuple) -> None:
+        handle.remove()
+        readers = {id(inner) for reader in find_token_readers(model) for inner in reader.modules()}
+        late = {name: own for name, own in find_own_code(model).items() if name not in before}
+        for name, own in late.items():
+            if id(model.get_submodule(name)) in readers:
+                why = f"{own} ({name}) has come into the model after it was split, and cannot be tried"
+                refuse(
+                    _say_sizes(mesh, axes), why, do=f"change the class before the model is made, or {_say_ones(axes)}"
+                )
+
+    handle = model.register_forward_pre_hook(look, prepend=True)
+
+
+def find_own_code(model: nn.Module) -> dict[str, str]:
+    """Return the modules whose forward no library has written: their full names, and their classes."""
+    written = {cls for cls in {type(module) for module in model.modules()} if _is_written_by_script(cls)}
+    found = {}
+    for name, module in model.named_modules():
+        # torch's prune, weight_norm and spectral_norm make a weight from others before each forward.
+        hooks = {type(hook) for hook in module._forward_pre_hooks.values()}
+        computed = [hook.__name__ for hook in hooks if hook.__module__.startswith("torch.nn.utils.")]
+        if type(module) in written or computed:
+            found[name] = " with ".join([type(module).__name__, *computed])
+    return found
+
+
+def _is_written_by_script(cls: type[nn.Module]) -> bool:
+    """Tell whether a class's forward, or a function beside it, such as `apply_rotary_pos_emb`, is a script's own."""
+    place = getattr(inspect.unwrap(cls.forward), "__module__", None) or ""
+    names = {place}
+    if place.startswith("transformers.models."):
+        names |= {value.__module__ for value in vars(sys.modules[place]).values() if isinstance(value, FunctionType)}
+    return not {name.partition(".")[0] for name in names if name} <= LIBRARIES
+
+
+def _name_each_class(own: dict[str, str]) -> list[str]:
+    first = {owner: name for name, owner in reversed(own.items())}
+    return [f"{owner} ({name})" if name else owner for owner, name in reversed(first.items())]
+
+
+# ---- The copy, and a batch that it takes ----------------------------------------------------------------------------
+
+
+def _make_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Return the model with drawn weights in fp32: what starts at zero, as adapters do, would hide what it computes.
+
+    A large model's copy has one layer of each kind. Hooks of the script are not called on copies.
+    """
+    memo: dict[int, Any] = {}
+    is_large = sum(parameter.numel() for parameter in model.parameters()) > LARGEST
+    for stack in find_stacks(model) if is_large else ():
+        kinds = {tuple(type(module) for module in layer.modules()): layer for layer in reversed(stack.layers)}
+        memo[id(stack.layers)] = nn.ModuleList(_copy_computed(layer, memo) for layer in reversed(kinds.values()))
+    short = _copy_computed(model, memo)
+    for stack in find_stacks(short) if is_large else ():
+        short.config.get_text_config().num_hidden_layers = len(stack.layers)
+    for module in short.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
+            for number in [n for n, hook in hooks.items() if _is_of_script(hook)]:
+                hooks.pop(number)
+    if next(short.parameters()).is_meta:
+        short.to_empty(device=device)
+        for tensor in (*short.parameters(), *short.buffers()):
+            tensor.data.zero_()
+        short.init_weights()
+    short.to(device).float().eval()
+    torch.manual_seed(SEED)
+    with torch.no_grad():
+        for parameter in short.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return short
+
+
+def _copy_computed(module: Any, memo: dict[int, Any] | None = None) -> Any:
+    """Copy a module with tensors that were computed, such as weights that are pruned, which torch does not copy."""
+    memo = {} if memo is None else memo
+    for one in module.modules():
+        memo |= {id(held): held.detach() for held in vars(one).values() if torch.is_tensor(held) and held.grad_fn}
+    return copy.deepcopy(module, memo)
+
+
+def _is_of_script(hook: Any) -> bool:
+    place = getattr(hook, "__module__", None) or type(hook).__module__
+    return place.partition(".")[0] not in LIBRARIES
+
+
+def _find_batch(model: PreTrainedModel, mesh: ParallelMesh) -> tuple[dict[str, torch.Tensor], Numbers]:
+    """Return the first batch that the model trains on, and its numbers; or the last one, and its error."""
+    text = model.config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    length = 8 * mesh.size("tp") * mesh.size("cp") + 5
+    length = min(length, longest) if isinstance(longest, int) else length
+    tokens = torch.randint(3, max(4, text.vocab_size - 3), (ROWS, length)).to(mesh.device)
+    every = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    batches = ({**every, "labels": tokens}, {**every, "labels": tokens[:, 0] % 2}, every, {"input_ids": tokens})
+    numbers = Numbers({}, {})
+    for batch in batches:
+        numbers = _train_on(model, batch)
+        if numbers.error is None:
+            return batch, numbers
+    return batch, numbers
+
+
+def _train_on(model: nn.Module, batch: dict[str, torch.Tensor]) -> Numbers:
+    """Run the forward and backward pass of one batch. Collective over the ranks of a parallel model."""
+    try:
+        given: Any = model(**batch)
+        outputs = {key: value for key, value in given.items() if torch.is_tensor(value) and value.is_floating_point()}
+        loss = outputs.get("loss")
+        if loss is None:
+            weights = torch.randn(outputs[next(iter(outputs))].shape, generator=torch.Generator().manual_seed(SEED))
+            loss = (next(iter(outputs.values())) * weights.to(batch["input_ids"].device)).mean()
+        loss.backward()
+        gradients = {
+            name: None if parameter.grad is None else full_tensor(parameter.grad).clone()
+            for name, parameter in model.named_parameters()
+        }
+    except Exception as error:
+        return Numbers({}, {}, error)
+    finally:
+        model.zero_grad()
+    return Numbers({key: full_tensor(value.detach()) for key, value in outputs.items()}, gradients)
+
+
+@contextlib.contextmanager
+def _exact_products(device: torch.device) -> Iterator[None]:
+    """Compute in fp32 on a real device, whatever the caller's loading has set."""
+    former, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    torch.set_default_dtype(torch.float32)
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.device(device), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_default_dtype(former)
+        torch.set_float32_matmul_precision(precision)
+
+
+# ---- The layouts that are tried -------------------------------------------------------------------------------------
+
+
+def _choose_layout(mesh: ParallelMesh, axes: Iterable[str], settings: dict[str, Any]) -> ParallelMesh:
+    """Return a mesh with these axes of the layout, in which stages hold the whole copy, as replicas do."""
+    sizes = {f"{axis}_size": mesh.size(axis) if axis in axes else 1 for axis in (*AXES, "dp_shard")}
+    if "ep" in axes:
+        sizes["dp_shard_size"] = mesh.size("dp_shard")
+    others = mesh.config.world_size // (sizes["dp_shard_size"] * sizes["tp_size"] * sizes["cp_size"])
+    of_axes = {"tp": ("sequence_parallel", "tp_mesh"), "cp": ("context_parallel",)}
+    kept = {key: getattr(mesh.config, key) for axis in axes for key in of_axes.get(axis, ())}
+    config = ParallelConfig(**{**sizes, "dp_replicate_size": others, **kept, **settings})
+    return ParallelMesh.create(config, mesh.device, mesh.groups)
+
+
+def _compare(
+    model: PreTrainedModel, batch: dict[str, torch.Tensor], expected: Numbers, mesh: ParallelMesh, apply: Apply
+) -> str | None:
+    """Return how the copy's numbers differ once it is parallel, or None. Alike on all ranks."""
+    try:
+        plan = resolve(mesh.config, read_model(model, mesh.config))
+    except SpecError as error:
+        return str(error)
+    apply(model, plan, mesh)
+    numbers = _train_on(model, batch)
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, _find_difference(numbers, expected))
+    return next((said for said in found if said is not None), None)
+
+
+def _find_difference(numbers: Numbers, expected: Numbers) -> str | None:
+    if numbers.error is not None:
+        return f"it stops with {type(numbers.error).__name__} ({get_first_line(numbers.error)})"
+    for name, one in expected.outputs.items():
+        other = numbers.outputs.get(name)
+        if other is None or other.shape != one.shape:
+            return f"its {name} have another shape"
+        if (off := float((other - one).norm() / one.norm())) > TOLERANCE:
+            return f"its {name} are off by {off:.1e}"
+    largest = max((float(grad.norm()) for grad in expected.gradients.values() if grad is not None), default=0.0)
+    for name, grad in expected.gradients.items():
+        other = numbers.gradients.get(name)
+        if (grad is None) != (other is None):
+            return f"{name} has a gradient in {'this layout' if grad is None else 'one process'} alone"
+        if grad is not None and other is not None:
+            off = float((other - grad).norm())
+            if off > TOLERANCE * float(grad.norm()) + NOISE * largest:
+                return f"the gradient of {name} is off by {off / max(float(grad.norm()), NOISE * largest):.1e}"
+    return None
+
+
+def _say_sizes(mesh: ParallelMesh, axes: list[str]) -> str:
+    return ",".join(f"{axis}_size={mesh.size(axis)}" for axis in axes)
+
+
+def _say_ones(axes: list[str]) -> str:
+    return ",".join(f"{axis}_size=1" for axis in axes)
