@@ -151,6 +151,10 @@ def lce_forward(self, input_ids=None, attention_mask=None, position_ids=None, la
     return CausalLMOutputWithPast(loss=loss if items is None else loss / items)
 
 
+for _one in (liger_rotary_pos_emb, LigerRMSNorm.forward, LigerSwiGLUMLP.forward, LigerExperts.forward, lce_forward):
+    _one.__module__ = "liger_kernel.transformers"  # by which its layers are told from a script's own
+
+
 def _bind(module, function, name):
     module.__dict__["forward"] = function.__get__(module, type(module))
     module.__dict__["_get_name"] = lambda self: name

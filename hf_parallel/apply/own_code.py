@@ -24,6 +24,7 @@ from torch import nn
 
 from hf_parallel.apply.weights import full_tensor
 from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import SpecError, get_first_line, refuse
 from hf_parallel.model.anatomy import find_stacks, find_token_readers
 from hf_parallel.plans.resolve import read_model, resolve
@@ -48,6 +49,18 @@ NOISE = 1e-6
 ROWS, SEED = 3, 11
 #: Axes that change what a forward computes from.
 AXES = ("tp", "cp", "ep")
+
+
+class _Trial:
+    """Whether a model is being tried now."""
+
+    runs = False
+
+
+def is_trying_own_code() -> bool:
+    """Return whether the models that run now are copies, of which loops and losses need not be told."""
+    return of_session(_Trial).runs
+
 
 Apply = Callable[[nn.Module, "Plan", ParallelMesh], object]
 
@@ -76,7 +89,7 @@ def prove_own_code(model: PreTrainedModel, mesh: ParallelMesh, apply: Apply) -> 
     if not own:
         return
     what = ", ".join(_name_each_class(own))
-    with mesh.fork_random_state(), _exact_products(mesh.device):
+    with mesh.fork_random_state(), _trying(mesh.device):
         plain = _make_copy(model, mesh.device)
         batch, expected = _find_batch(plain, mesh)
         if expected.error is not None:
@@ -238,15 +251,18 @@ def _train_on(model: nn.Module, batch: dict[str, torch.Tensor]) -> Numbers:
 
 
 @contextlib.contextmanager
-def _exact_products(device: torch.device) -> Iterator[None]:
+def _trying(device: torch.device) -> Iterator[None]:
     """Compute in fp32 on a real device, whatever the caller's loading has set."""
+    trial = of_session(_Trial)
     former, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     torch.set_default_dtype(torch.float32)
     torch.set_float32_matmul_precision("highest")
+    trial.runs = True
     try:
         with torch.device(device), torch.enable_grad(), torch.autocast(device.type, enabled=False):
             yield
     finally:
+        trial.runs = False
         torch.set_default_dtype(former)
         torch.set_float32_matmul_precision(precision)
 
@@ -287,9 +303,9 @@ def _find_difference(numbers: Numbers, expected: Numbers) -> str | None:
     for name, one in expected.outputs.items():
         other = numbers.outputs.get(name)
         if other is None or other.shape != one.shape:
-            return f"its {name} have another shape"
+            return f"{name} of another shape"
         if (off := float((other - one).norm() / one.norm())) > TOLERANCE:
-            return f"its {name} are off by {off:.1e}"
+            return f"{name} off by {off:.1e}"
     largest = max((float(grad.norm()) for grad in expected.gradients.values() if grad is not None), default=0.0)
     for name, grad in expected.gradients.items():
         other = numbers.gradients.get(name)
@@ -298,7 +314,7 @@ def _find_difference(numbers: Numbers, expected: Numbers) -> str | None:
         if grad is not None and other is not None:
             off = float((other - grad).norm())
             if off > TOLERANCE * float(grad.norm()) + NOISE * largest:
-                return f"the gradient of {name} is off by {off / max(float(grad.norm()), NOISE * largest):.1e}"
+                return f"the gradient of {name} off by {off / max(float(grad.norm()), NOISE * largest):.1e}"
     return None
 
 

@@ -27,6 +27,7 @@ from hf_parallel.checkpoint.hub_format import (
     Group,
     find_tied_parameters,
     gather_entries_of,
+    gather_from_stages,
     list_tied_names,
     make_hub_groups,
 )
@@ -111,7 +112,8 @@ def full_state_dict(
     """
     entries = [entry for entry in list_entries(model, mesh) if wanted is None or wanted(entry.name)]
     whole = dict(stream_tensors([Group((entry,), (entry,)) for entry in entries], model.state_dict(), mesh, limit=0))
-    whole |= {name: whole[first] for name, first in _find_ties_of_script(model).items() if first in whole}
+    for ties in gather_from_stages(_find_ties_of_script(model), mesh):
+        whole |= {name: whole[first] for name, first in ties.items() if first in whole}
     named = {name.replace(".base_layer.", "."): name for name in whole}
     for pair in _list_ties_inside(model):  # one memory, of which files take one name
         one, other = map(named.get, pair)

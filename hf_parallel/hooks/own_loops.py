@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from hf_parallel.apply import mixed
+from hf_parallel.apply.own_code import is_trying_own_code
 from hf_parallel.apply.own_files import note_optimizer
 from hf_parallel.apply.parallelize import ParallelState, clip_together, state_of
 from hf_parallel.apply.weights import (
@@ -422,9 +423,10 @@ def _is_open(group: Any) -> bool:
 
 
 def _trains_together() -> bool:
-    """Return whether a layout of several processes is active."""
+    """Return whether a layout of several processes is active, and trains the script's model rather than a copy."""
     active = runtime.current()
-    return active is not None and not active.pretended and active.config.world_size > 1
+    is_real = active is not None and not active.pretended and active.config.world_size > 1
+    return is_real and not is_trying_own_code()
 
 
 def _refuse_plain_model(trained: set[int] | None, who: str) -> None:

@@ -246,6 +246,20 @@ def get_backbone_of(model: nn.Module) -> Any:
     return readers[0] if len(readers) == 1 and readers[0] is not model else None
 
 
+def find_ties_of_script(model: nn.Module) -> dict[str, str]:
+    """Return the names of weights that another module has, too, where no config says so: each with its first name."""
+    first: dict[nn.Parameter, str] = {}
+    named = getattr(model, "all_tied_weights_keys", None) or {}
+    of_config, found = {*named, *named.values()}, {}
+    for place, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = f"{place}.{key}" if place else key
+            other = first.setdefault(parameter, name)
+            if other != name and not {name, other} <= of_config:
+                found[name] = other
+    return found
+
+
 def list_transformer_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the repeated layers, which FSDP2 gathers one at a time: inner lists first."""
     names = set(getattr(model, "_no_split_modules", None) or ())

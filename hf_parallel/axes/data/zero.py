@@ -239,9 +239,12 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
         # Replicas have nothing to gather; with few gradients one reduction after the backward is the fastest.
         trained = (get_stored(parameter) for parameter in root.parameters() if parameter.requires_grad)
         apart = [] if sum(tensor.numel() * tensor.element_size() for tensor in trained) <= BUCKET else blocks
+    apart = list(dict.fromkeys(apart))  # a script may have put one layer in several places
     _let_forward_run_hooks(root, apart)
     _prepare_classes_of_other_bases(root)
-    for block in apart:
+    for owners in list_owners_of_tied(apart):
+        fully_shard(owners, reshard_after_forward=not keeps, **settings)
+    for block in (*_list_shared_modules(apart), *apart):
         if any(True for _ in block.parameters()):
             _shard_other_dtypes(block, not keeps, settings)
             fully_shard(block, reshard_after_forward=not keeps, **settings)
@@ -267,6 +270,24 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
             _keep_what_runs_again(model)
     _leave_inference_mode(root)
     root.register_forward_pre_hook(separate_dtypes_at_first, prepend=True)
+
+
+def _list_shared_modules(blocks: list[nn.Module]) -> list[nn.Module]:
+    """Return the outermost modules that several blocks have in common: each is gathered by itself where it runs."""
+    times = Counter(module for block in blocks for module in block.modules())
+    shared = dict.fromkeys(module for module in times if times[module] > 1)
+    inner = {child for module in shared for child in module.modules() if child is not module}
+    return [module for module in shared if module not in inner]
+
+
+def list_owners_of_tied(blocks: list[nn.Module]) -> list[list[nn.Module]]:
+    """Return the modules of several blocks that have a parameter in common, together."""
+    owners: dict[nn.Parameter, dict[nn.Module, nn.Module]] = {}
+    for block in blocks:
+        for module in block.modules():
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(parameter, {})[module] = block
+    return [list(held) for held in owners.values() if len(set(held.values())) > 1]
 
 
 def separate_dtypes_at_first(root: nn.Module, *args: object) -> None:

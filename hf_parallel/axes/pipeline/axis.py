@@ -13,7 +13,7 @@ from hf_parallel.ask.keys.pipeline import AUTO_SCHEDULE, SPLIT_BACKWARD, V_SCHED
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Axis
 from hf_parallel.axes.pipeline.balance import Costs, balance, block_costs, explain, with_recomputation
-from hf_parallel.axes.pipeline.part import PipelinePart, StageFacts, does_recompute_in_parts
+from hf_parallel.axes.pipeline.part import PipelinePart, StageFacts, does_recompute_in_parts, find_holding_stages
 from hf_parallel.axes.pipeline.timeline import split_evenly
 from hf_parallel.model.anatomy import (
     find_backbone_plan,
@@ -130,7 +130,14 @@ class Pipeline(Axis[StageFacts, PipelinePart]):
                 open_clocks_of(torch.device("cuda" if torch.cuda.is_available() else "cpu")).restore()
             except RuntimeError as error:
                 refuse(f"pipeline_energy={config.pipeline_energy}", str(error), "pipeline_energy=none", cause=error)
-        return PipelinePart(config, counts, tied, anatomy.sums_over_tokens, facts, line)
+        part = PipelinePart(config, counts, tied, anatomy.sums_over_tokens, facts, line)
+        for names in (parameter.names for parameter in anatomy.parameters if len(parameter.names) > 1):
+            held = {name: find_holding_stages(part, name) for name in names}
+            apart = next((name for name in names if not held[name] & held[names[0]]), None)
+            if apart is not None:
+                why = f"{names[0]} and {apart} are one weight, on stages {min(held[names[0]])} and {min(held[apart])}"
+                refuse(f"pp_size={config.pp_size}", why, "pp_size=1")
+        return part
 
     def settle(self, config: ParallelConfig, part: PipelinePart | None) -> ParallelConfig:
         return config if part is None else part.config

@@ -47,6 +47,7 @@ from hf_parallel.axes.tensor.vocab_parallel import apply_vocab_parallel, make_lo
 from hf_parallel.model.anatomy import (
     does_draw_random_numbers,
     find_text_part,
+    find_ties_of_script,
     find_token_readers,
     get_text_config,
     is_norm,
@@ -118,6 +119,7 @@ class SplitFacts:
     norm_over_keys: str | None = None  # an attention with a norm over all key heads at once
     sequence_obstacle: str | None = None
     experts: dict[str, ExpertFacts] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)  # weights that a script has tied, and the name of the first
     draws: bool = False  # do layers draw random numbers in training?
     grid_obstacle: str | None = None  # why products of it cannot be cut along both dims; looked at if that is asked
     memory_obstacle: str | None = None  # why ranks cannot reach each other's memory; looked at if that is asked
@@ -134,6 +136,9 @@ def read_split(model: nn.Module, on_grid: bool = False) -> SplitFacts:
     reason = next((f"{kind} {UNSPLITTABLE[kind]}" for kind in kinds if kind in UNSPLITTABLE), None)
     if getattr(model.config, "use_guided_attention_loss", False) and name in GUIDED_BY_HEADS:
         reason = f"the loss of {name} reads the scores of some heads (use_guided_attention_loss=True)"
+    layers = [layer for _, layer in iterate_named_layers(model)]
+    if len({id(layer) for layer in layers}) < len(layers):
+        reason = f"{name} has one layer in several places, which would be split several times"
     if reason is not None or heads is None:
         return SplitFacts(name, heads, reason)
     try:
@@ -162,6 +167,7 @@ def read_split(model: nn.Module, on_grid: bool = False) -> SplitFacts:
         norm_over_keys=_find_norm_over_keys(model, columns),
         sequence_obstacle=find_sequence_obstacle(model, words),
         experts={key: read_expert_facts(module) for key, module in modules.items() if is_experts(module)},
+        ties=find_ties_of_script(model),
         draws=any(does_draw_random_numbers(block) for block in list_transformer_blocks(model)),
         grid_obstacle=_find_grid_obstacle(model, words) if on_grid else None,
     )
@@ -416,6 +422,11 @@ class Tensor(Axis["SplitFacts", TensorPart]):
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: SplitFacts) -> TensorPart:
         """Choose styles that fit the number of ranks, and whether sequences are split between regions."""
         styles = resolve_styles(facts, config.tp_size, config.ep_size > 1)
+        for pair in facts.ties.items():
+            one, other = (styles.get(name.rpartition(".")[0], ("", ""))[0] for name in pair)
+            if (one == "rowwise", bool(one)) != (other == "rowwise", bool(other)):
+                why = f"{pair[1]} and {pair[0]} are one weight, of which they need other parts"
+                refuse(f"tp_size={config.tp_size}", why, "tp_size=1")
         reason = "sequence_parallel=false" if config.sequence_parallel is False else facts.sequence_obstacle
         if config.sequence_parallel and reason is not None:
             refuse("sequence_parallel=true", reason, "sequence_parallel=false")
@@ -456,7 +467,7 @@ class Tensor(Axis["SplitFacts", TensorPart]):
         apply_tensor_parallel(model, mesh, part.words, device, flag, part.overlap, grid)
         split_experts(model, part.words, mesh, device, flag)
         apply_vocab_parallel(model, mesh, part.words, device, part.sums_over_tokens, part.overlap)
-        retie(model)
+        retie(model, part.facts.ties)
         if flag.on:
             apply_sequence_parallel(model, mesh.get_group(), flag)
             building.whole_tokens.append(functools.partial(_gather_whole_tokens, building))

@@ -115,12 +115,15 @@ def _refuse_partial_outputs(switch: SequenceParallelFlag, model: nn.Module, args
         raise NotImplementedError("hf_parallel: output_hidden_states=True needs sequence_parallel=false")
 
 
-def retie(model: nn.Module) -> None:
+def retie(model: nn.Module, by_script: dict[str, str] | None = None) -> None:
     """Re-tie parameters; must precede `fully_shard`, which would keep, gather and pad a shard for each.
 
     `from_pretrained` ties only after it has loaded, and splitting over tp makes new parameters.
+
+    Args:
+        by_script: ties of which the model's config says nothing.
     """
-    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+    for target, source in {**(by_script or {}), **(getattr(model, "all_tied_weights_keys", None) or {})}.items():
         own, theirs = model.get_parameter(target), model.get_parameter(source)
         # BERT's head has its bias from a module that is not split: the split one is the one that lives on.
         lasting, changed = (
