@@ -21,12 +21,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
 
 from hf_parallel.apply.weights import full_tensor
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import SpecError, get_first_line, refuse
-from hf_parallel.model.anatomy import find_stacks, find_token_readers
+from hf_parallel.model.anatomy import find_stacks, find_token_readers, list_numbers_of_draws
 from hf_parallel.plans.resolve import read_model, resolve
 from hf_parallel.ranks.mesh import ParallelMesh
 
@@ -40,6 +42,8 @@ LIBRARIES = frozenset(
     ("torch", "transformers", "peft", "accelerate", "trl", "sentence_transformers", "diffusers", "timm", "torchvision")
     + ("liger_kernel", "kernels", "flash_attn", "bitsandbytes", "torchao", "hf_parallel")
 )
+#: Functions beside layers that scripts replace in a module of Transformers.
+OF_ATTENTION = ("apply_rotary_pos_emb", "rotate_half", "repeat_kv", "eager_attention_forward")
 #: Above so many parameters a copy has one layer of each kind.
 LARGEST = 300_000_000
 #: Of a tensor's norm. Sums in another order are off by 1e-5, another token or column by 1e-2 and more.
@@ -85,22 +89,26 @@ def prove_own_code(model: PreTrainedModel, mesh: ParallelMesh, apply: Apply) -> 
         SpecError: it trains with other numbers than in one process, or cannot be tried.
     """
     axes = [axis for axis in AXES if mesh.size(axis) > 1]
-    own = find_own_code(model) if axes else {}
+    own = find_own_code(model) if axes or mesh.size("pp") > 1 else {}
     if not own:
         return
     what = ", ".join(_name_each_class(own))
     with mesh.fork_random_state(), _trying(mesh.device):
         plain = _make_copy(model, mesh.device)
-        batch, expected = _find_batch(plain, mesh)
+        batch, expected, changed = _run_alone(plain, mesh)
         if expected.error is not None:
+            axes = axes or ["pp"]
             why = f"{what} is no layer of a library, and cannot be tried ({get_first_line(expected.error)})"
             refuse(_say_sizes(mesh, axes), why, _say_ones(axes), cause=expected.error)
+        if changed is not None and mesh.size("pp") > 1:
+            why = f"{what} changes {changed} whenever it runs, which is once per micro-batch"
+            refuse(_say_sizes(mesh, ["pp"]), why, "pp_size=1")
 
         def find_difference_in(axes: Iterable[str], **settings: Any) -> str | None:
             layout = _choose_layout(mesh, axes, settings)
             return _compare(_copy_computed(plain), batch, expected, layout, apply)
 
-        found = find_difference_in(axes)
+        found = find_difference_in(axes) if axes else None
         if found is None:
             return
         cuts_tokens = "tp" in axes and mesh.config.sequence_parallel is not False
@@ -139,12 +147,12 @@ def refuse_changed_code(model: PreTrainedModel, mesh: ParallelMesh) -> None:
 def find_own_code(model: nn.Module) -> dict[str, str]:
     """Return the modules whose forward no library has written: their full names, and their classes."""
     written = {cls for cls in {type(module) for module in model.modules()} if _is_written_by_script(cls)}
-    found = {}
+    found = {}  # with torch's modules that keep statistics of what they see
     for name, module in model.named_modules():
         # torch's prune, weight_norm and spectral_norm make a weight from others before each forward.
         hooks = {type(hook) for hook in module._forward_pre_hooks.values()}
         computed = [hook.__name__ for hook in hooks if hook.__module__.startswith("torch.nn.utils.")]
-        if type(module) in written or computed:
+        if type(module) in written or computed or isinstance(module, (_BatchNorm, _SpectralNorm)):
             found[name] = " with ".join([type(module).__name__, *computed])
     return found
 
@@ -154,7 +162,8 @@ def _is_written_by_script(cls: type[nn.Module]) -> bool:
     place = getattr(inspect.unwrap(cls.forward), "__module__", None) or ""
     names = {place}
     if place.startswith("transformers.models."):
-        names |= {value.__module__ for value in vars(sys.modules[place]).values() if isinstance(value, FunctionType)}
+        beside = (vars(sys.modules[place]).get(name) for name in OF_ATTENTION)
+        names |= {one.__module__ for one in beside if isinstance(one, FunctionType)}
     return not {name.partition(".")[0] for name in names if name} <= LIBRARIES
 
 
@@ -188,7 +197,11 @@ def _make_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
         for tensor in (*short.parameters(), *short.buffers()):
             tensor.data.zero_()
         short.init_weights()
-    short.to(device).float().eval()
+    short.to(device).float().train()
+    for module in short.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        vars(module).update(dict.fromkeys(list_numbers_of_draws(module), 0.0))
     torch.manual_seed(SEED)
     with torch.no_grad():
         for parameter in short.parameters():
@@ -212,8 +225,11 @@ def _is_of_script(hook: Any) -> bool:
     return place.partition(".")[0] not in LIBRARIES
 
 
-def _find_batch(model: PreTrainedModel, mesh: ParallelMesh) -> tuple[dict[str, torch.Tensor], Numbers]:
-    """Return the first batch that the model trains on, and its numbers; or the last one, and its error."""
+def _run_alone(model: PreTrainedModel, mesh: ParallelMesh) -> tuple[dict[str, torch.Tensor], Numbers, str | None]:
+    """Train copies on the first kind of batch that they take: the batch, the numbers, and a buffer that has changed.
+
+    A model that draws random numbers in training, by whatever name, is put into evaluation.
+    """
     text = model.config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
     length = 8 * mesh.size("tp") * mesh.size("cp") + 5
@@ -221,12 +237,18 @@ def _find_batch(model: PreTrainedModel, mesh: ParallelMesh) -> tuple[dict[str, t
     tokens = torch.randint(3, max(4, text.vocab_size - 3), (ROWS, length)).to(mesh.device)
     every = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     batches = ({**every, "labels": tokens}, {**every, "labels": tokens[:, 0] % 2}, every, {"input_ids": tokens})
-    numbers = Numbers({}, {})
+    batch, numbers, run = batches[0], Numbers({}, {}), model
     for batch in batches:
-        numbers = _train_on(model, batch)
+        run = _copy_computed(model)
+        numbers = _train_on(run, batch)
         if numbers.error is None:
-            return batch, numbers
-    return batch, numbers
+            break
+    held = dict(model.named_buffers())
+    changed = (name for name, buffer in run.named_buffers() if name not in held or not torch.equal(buffer, held[name]))
+    if numbers.error is None and _find_difference(_train_on(_copy_computed(model), batch), numbers) is not None:
+        model.eval()
+        numbers = _train_on(_copy_computed(model), batch)
+    return batch, numbers, next(changed, None)
 
 
 def _train_on(model: nn.Module, batch: dict[str, torch.Tensor]) -> Numbers:
@@ -236,7 +258,9 @@ def _train_on(model: nn.Module, batch: dict[str, torch.Tensor]) -> Numbers:
         outputs = {key: value for key, value in given.items() if torch.is_tensor(value) and value.is_floating_point()}
         loss = outputs.get("loss")
         if loss is None:
-            weights = torch.randn(outputs[next(iter(outputs))].shape, generator=torch.Generator().manual_seed(SEED))
+            weights = torch.randn(
+                outputs[next(iter(outputs))].shape, generator=torch.Generator().manual_seed(SEED), device="cpu"
+            )
             loss = (next(iter(outputs.values())) * weights.to(batch["input_ids"].device)).mean()
         loss.backward()
         gradients = {

@@ -452,11 +452,12 @@ def look_again() -> None:
 def does_draw_random_numbers(module: nn.Module) -> bool:
     """Return whether a dropout probability or noise size in the module is above zero, in a Dropout or as a number."""
     for child in module.modules():
-        if isinstance(child, nn.Dropout) and child.p > 0:
+        if (isinstance(child, nn.Dropout) and child.p > 0) or list_numbers_of_draws(child):
             return True
-        for key, value in vars(child).items():
-            if key == _DRAWN_TOGETHER or not isinstance(value, float) or value <= 0:
-                continue
-            if any(name in key for name in _NAMES):
-                return True
     return False
+
+
+def list_numbers_of_draws(module: nn.Module) -> list[str]:
+    """Return the attributes of a module that say how much it drops, or how large its noise is, and are above zero."""
+    above = [key for key, value in vars(module).items() if isinstance(value, float) and value > 0]
+    return [key for key in above if key != _DRAWN_TOGETHER and any(name in key for name in _NAMES)]
