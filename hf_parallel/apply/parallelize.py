@@ -90,7 +90,12 @@ def parallelize(
         if any(parameter.is_meta for parameter in model.parameters()):
             retie(model)  # a model that is still being loaded ties its weights by name only
         else:
-            _forget_broken_ties(model)
+            # A script may have given the head a weight of its own: keep the ties that hold.
+            ties = getattr(model, "all_tied_weights_keys", None) or {}
+            held = dict(model.named_parameters(remove_duplicate=False))
+            kept = {one: other for one, other in ties.items() if not is_tie_broken(held, one, other)}
+            if len(kept) < len(ties):
+                setattr(model, "all_tied_weights_keys", kept)  # noqa: B010 - of transformers models alone
     anatomy = read_model(model, mesh.config)
     facts = anatomy.facts.get(PIPELINE.name)
     if facts is not None and mesh.config.pipeline_split == MEASURED:
@@ -102,15 +107,6 @@ def parallelize(
     with note_former_parameters(model):
         apply(model, plan, mesh, pack)
     return model
-
-
-def _forget_broken_ties(model: nn.Module) -> None:
-    """Keep of the ties that a model names those that hold: a script may have given the head a weight of its own."""
-    ties = getattr(model, "all_tied_weights_keys", None) or {}
-    held = dict(model.named_parameters(remove_duplicate=False))
-    kept = {one: other for one, other in ties.items() if not is_tie_broken(held, one, other)}
-    if len(kept) < len(ties):
-        setattr(model, "all_tied_weights_keys", kept)  # noqa: B010 - of transformers models alone
 
 
 def apply(model: nn.Module, plan: Plan, mesh: ParallelMesh, pack: Packing | None = None) -> ParallelState:

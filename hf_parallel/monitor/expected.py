@@ -214,7 +214,22 @@ def calibrated(folder: str, model: PreTrainedModel) -> tuple[Cluster, list[str]]
     """
     shape = shape_of(model)
     try:
-        found = _read_measured(folder)
+        lines = session.read_records(folder)
+        runs = [i for i, line in enumerate(lines) if line["kind"] == "run"]
+        last = lines[runs[-1] :] if runs else []
+        plan = last[0]["plan"] if last else None
+        if plan is None:
+            refuse(folder, f"its record has no plan to calibrate ({(last or [{}])[0].get('why_no_plan', 'no run')})")
+        planned = slice(*plan.get("ranks", (None,)))  # of unlike GPUs, those of the slowest kind
+        steps = [[RankRow(**row) for row in line["ranks"][planned]] for line in last if line["kind"] == "metrics"]
+        if not steps:
+            refuse(folder, "its record has no step", do="train a few times logging_steps")
+        warm = steps[1:] or steps  # the first one holds what happens once
+        logs = [measure_terms(ranks) for ranks in warm]
+        values = {name: statistics.median(log[name] for log in logs) for name in TERMS}
+        step = statistics.median(max(rank.step for rank in ranks) for ranks in warm)
+        config = ParallelConfig.parse(plan["spec"])
+        found = Measured(config, Batch(**plan["batch"]), read_cluster(plan["cluster"]), step, values)
     except (AttributeError, KeyError, TypeError) as error:
         refuse(
             folder, "its record is damaged, or of another version", do="train a few times logging_steps", cause=error
@@ -229,25 +244,6 @@ def calibrated(folder: str, model: PreTrainedModel) -> tuple[Cluster, list[str]]
         f"{before.step_time_s:.3g} s before, {after.step_time_s:.3g} s now",
         f"seconds of {', '.join(said)}; {host:.3g} ms of the host per step",
     ]
-
-
-def _read_measured(folder: str) -> Measured:
-    lines = session.read_records(folder)
-    runs = [i for i, line in enumerate(lines) if line["kind"] == "run"]
-    last = lines[runs[-1] :] if runs else []
-    plan = last[0]["plan"] if last else None
-    if plan is None:
-        refuse(folder, f"its record has no plan to calibrate ({(last or [{}])[0].get('why_no_plan', 'no run')})")
-    planned = slice(*plan.get("ranks", (None,)))  # of unlike GPUs, those of the slowest kind
-    steps = [[RankRow(**row) for row in line["ranks"][planned]] for line in last if line["kind"] == "metrics"]
-    if not steps:
-        refuse(folder, "its record has no step", do="train a few times logging_steps")
-    warm = steps[1:] or steps  # the first one holds what happens once
-    logs = [measure_terms(ranks) for ranks in warm]
-    values = {name: statistics.median(log[name] for log in logs) for name in TERMS}
-    step = statistics.median(max(rank.step for rank in ranks) for ranks in warm)
-    config = ParallelConfig.parse(plan["spec"])
-    return Measured(config, Batch(**plan["batch"]), read_cluster(plan["cluster"]), step, values)
 
 
 def read_cluster(saved: dict) -> Cluster:
