@@ -331,7 +331,7 @@ def _find_best_of_groups(mixed: MixedCluster, batch: ScriptBatch, options: dict[
     from hf_parallel.hooks.trainer import joining
     from hf_parallel.planner.choices import TELLS
     from hf_parallel.planner.mixed import search_groups
-    from hf_parallel.planner.mixed_report import describe_layout, explain_mixed_misfit, list_commands
+    from hf_parallel.planner.report import describe_layout, explain_mixed_misfit, list_commands
     from hf_parallel.ranks.shares import cut_examples
 
     takes, arguments, why = options["accept"], of_session(_Shown).arguments, _find_reason_for_even(options["model"])

@@ -38,7 +38,7 @@ from hf_parallel.axes.pipeline.batches import (
     split_rows,
     tokens_of,
 )
-from hf_parallel.axes.pipeline.fill_run import FilledRun
+from hf_parallel.axes.pipeline.fill_kfac import FilledRun
 from hf_parallel.axes.pipeline.joint import JointStep, Parts, Ran, Run, ScheduledCall
 from hf_parallel.axes.pipeline.schedules import build_schedule, can_be_cut, can_run_micro_batches, count_micro_batches
 from hf_parallel.axes.pipeline.stage_runner import Handler, StageRunner, apply_autocast_per_stage
