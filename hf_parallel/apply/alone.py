@@ -48,7 +48,7 @@ def share_calls_of_rank_0(model: nn.Module, device: torch.device) -> int | None:
     Returns:
         The number of the model's calls; None in a dry run.
     """
-    number = take_requests(model, functools.partial(_take_part, device))
+    number = take_requests(model, functools.partial(_make_call_of_rank_0, device))
     if number is None:
         return None
 
@@ -128,7 +128,7 @@ def _send_call(number: int, model: nn.Module, call: Call) -> None:
 
 
 @torch.no_grad()
-def _take_part(device: torch.device, model: nn.Module) -> None:
+def _make_call_of_rank_0(device: torch.device, model: nn.Module) -> None:
     """Make the call that rank 0 makes, with its random numbers, and leave this rank's as they are."""
     if not is_changed_alike(model):
         return  # rank 0 refuses

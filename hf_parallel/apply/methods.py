@@ -33,7 +33,7 @@ from hf_parallel.axes.data.units import (
     iterate_sharded_modules,
 )
 from hf_parallel.axes.data.zero import forget_root, separate_dtypes_at_first, shard_data_parallel
-from hf_parallel.checkpoint import full_state_dict, join_current_save, save_pretrained_model, slices
+from hf_parallel.checkpoint import gather_state_dict, join_current_save, save_pretrained_model, slices
 from hf_parallel.checkpoint.hub_format import list_tied_names
 from hf_parallel.checkpoint.weights import copy_part
 from hf_parallel.model.anatomy import get_backbone_of
@@ -62,7 +62,7 @@ def replace_methods(
         share_calls_of_rank_0(model, mesh.device)
         return
     bind(model, "save_pretrained", functools.partial(_save_pretrained, mesh, pipeline))
-    slices.let_ask(model, functools.partial(full_state_dict, mesh=mesh))
+    slices.let_ask(model, functools.partial(gather_state_dict, mesh=mesh))
     let_write_states(model, mesh)
     bind(model, "resize_token_embeddings", resize_token_embeddings)
     bind(model, "__deepcopy__", functools.partial(_copy_model, mesh, again))
@@ -117,7 +117,7 @@ def _save_pretrained(
     mesh: ParallelMesh, pipeline: PipelineEngine | None, model: PreTrainedModel, *args: Any, **kwargs: Any
 ) -> None:
     kwargs = bind_by_name(save_pretrained_model, (model, mesh, *args), kwargs)
-    given, gather = kwargs.get("state_dict"), functools.partial(full_state_dict, mesh=mesh)
+    given, gather = kwargs.get("state_dict"), functools.partial(gather_state_dict, mesh=mesh)
     if given is None:
         if slices.is_alone("save_pretrained", model):
             kwargs["state_dict"] = slices.gather_asked(model, gather)
@@ -343,7 +343,7 @@ def replace_methods_around(model: nn.Module, parts: Mapping[str, PreTrainedModel
             bind(model, name, functools.partial(_save, parts, mesh, method))
     if parts or type(model).load_state_dict is nn.Module.load_state_dict:
         bind(model, "load_state_dict", load_own_parts)
-    slices.let_ask(model, functools.partial(full_state_dict, mesh=mesh))
+    slices.let_ask(model, functools.partial(gather_state_dict, mesh=mesh))
     let_write_states(model, mesh)
     slices.count_changes_from_first_call(model)
 
@@ -358,7 +358,7 @@ def _save(
 ) -> None:
     if "_holds_whole" in model.__dict__:  # one way to save calls the other
         return method(*args, **kwargs)
-    gather = functools.partial(full_state_dict, mesh=mesh)
+    gather = functools.partial(gather_state_dict, mesh=mesh)
     if slices.is_alone("save_pretrained", model):
         with show_whole_module(model, parts, slices.gather_asked(model, gather)):
             return method(*args, **kwargs)

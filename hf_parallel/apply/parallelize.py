@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from hf_parallel.axes.pipeline.part import StageFacts
 
 
-def parallelize(
+def parallelize_model(
     model: nn.Module,
     config: ParallelConfig | str | None = None,
     mesh: ParallelMesh | None = None,
@@ -132,7 +132,7 @@ def apply(model: nn.Module, plan: Plan, mesh: ParallelMesh, pack: Packing | None
     keep_compiled_steps_apart()
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
     vars(model).update(_hf_parallel=state, _hf_parallel_tied_keys=tied)
-    replace_methods(model, mesh, pipeline, functools.partial(parallelize, mesh=mesh))
+    replace_methods(model, mesh, pipeline, functools.partial(parallelize_model, mesh=mesh))
     if state.config.sharing_size > 1 or pipeline is not None:
         gathers = root is model and state.config.sharing_size > 1
         model.register_forward_pre_hook(functools.partial(refuse_changed_parameters, root, gathers), prepend=True)
@@ -203,7 +203,7 @@ def _parallelize_around(model: PreTrainedModel, parts: Mapping[str, PreTrainedMo
     """Make the transformers models inside `model` parallel, if they are not yet; return `model` itself."""
     for part in parts.values():
         if state_of(part) is None:
-            parallelize(part, mesh=mesh)
+            parallelize_model(part, mesh=mesh)
     check_adapters_inside(model, parts)
     share_own(model, parts, mesh)
     notes = [note for part in parts.values() for note in part._hf_parallel.notes]

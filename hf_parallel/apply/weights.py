@@ -36,7 +36,7 @@ from hf_parallel.axes.data.units import WHOLE, get_groups_of, iterate_parameter_
 from hf_parallel.axes.pipeline.stages import StandIn
 from hf_parallel.axes.tensor.layers import TensorParallelLayer
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
-from hf_parallel.checkpoint import full_state_dict as gather_state
+from hf_parallel.checkpoint import gather_state_dict
 from hf_parallel.checkpoint.hub_format import find_tied_parameters
 from hf_parallel.checkpoint.slices import find_local_part, list_axes_and_dims, read_part
 from hf_parallel.model.anatomy import StoredOrder, is_tie_broken
@@ -77,7 +77,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def gather_whole_state(model: nn.Module, mesh: ParallelMesh) -> dict[str, torch.Tensor]:
     """Return what `full_state_dict` returns; all ranks are known to call it."""
-    whole = gather_state(model, mesh)
+    whole = gather_state_dict(model, mesh)
     own = {get_stored(parameter).data_ptr() for parameter in (*model.parameters(), *model.buffers())}
     # One copy for all names of a tied weight.
     copies = {id(tensor): tensor.clone() for tensor in whole.values() if tensor.data_ptr() in own}
@@ -227,14 +227,14 @@ def _iterate_alike(tensor: DTensor) -> Iterator[tuple[bool, StoredOrder | None]]
 
 
 def knows_order(tensor: DTensor) -> bool:
-    """Is it known in which order a tensor stores its rows? It is a parameter's, was computed of it, or is constant."""
+    """Return whether it is known in which order a tensor stores its rows."""
     if not _find_packed_shapes() or is_constant(tensor) or tensor in of_session(_Packed).derived:
         return True
     return any(is_own for is_own, _ in _iterate_alike(tensor))
 
 
 def is_constant(tensor: DTensor) -> bool:
-    """Has a tensor one number alone, as the gradient of a sum has?"""
+    """Return whether all numbers of a tensor are the same, as in the gradient of a sum."""
     return not any(get_stored(tensor).stride()) or tensor in of_session(_Packed).constant
 
 
@@ -342,7 +342,7 @@ def _make_resized_weights(
         names: the embedding's weight, the head's weight and bias, if there are; and what each is tied to, or itself.
     """
     mesh, wanted, whole = model._hf_parallel.mesh, set(names.values()), {}
-    gathered = gather_state(model, mesh, wanted=wanted.__contains__)
+    gathered = gather_state_dict(model, mesh, wanted=wanted.__contains__)
     for name in sorted(wanted):
         described = model.get_parameter(name)
         empty = torch.empty(described.shape, dtype=described.dtype, device=mesh.device)

@@ -107,7 +107,7 @@ def count_unlike_blocks(optimizer: Any) -> int:
 
 
 def holds_codes(tensor: torch.Tensor) -> bool:
-    """Is the part of a tensor that this rank stores one of codes (torchao)?"""
+    """Return whether the part of a tensor that this rank stores consists of codes (torchao)."""
     return type(get_stored(tensor)).__module__.startswith("torchao.optim.")
 
 

@@ -72,7 +72,7 @@ _DEFAULT_RANK = 16  # of adapters that the command line asks for without saying 
 
 
 def who_waits() -> str | None:
-    """Who asked for a choice that is not made yet, or None."""
+    """Return who asked for a choice that is not made yet; None if nobody did."""
     waiting = of_session(_Shown).waiting
     return None if waiting is None else waiting.source
 
@@ -220,7 +220,7 @@ class Shown(NamedTuple):
     quantization: BitsAndBytesConfig | None = None
 
     def is_planned_in_four_bits(self, precision: str) -> bool:
-        """Does the planner know this base: packed, with products and all else in bf16?"""
+        """Return whether the planner knows this base: packed, with products and all else in bf16."""
         return (
             self.quantization is not None
             and precision == "bf16"
@@ -463,7 +463,8 @@ def make_engine_options(model: object, lora: int, four_bit: bool | BitsAndBytesC
 
 
 def make_acceptance_test(config: PretrainedConfig, pack: Packing | None = None) -> Callable[[ParallelConfig], bool]:
-    """Does the engine take a layout for this model? Asked of a copy on the meta device, as `doctor` does.
+    """Return a test whether the engine takes a layout for this model. It asks a copy on the meta device, as `doctor`
+    does.
 
     Args:
         pack: packs the base in 4 bits, which some layouts cannot take: `plan_four_bit()`.

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.apply.parallelize import parallelize
+from hf_parallel.apply.parallelize import parallelize_model
 from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.adapters.four_bit import FourBit
@@ -262,7 +262,7 @@ def from_pretrained(original: Callable, cls: type, *args: object, **kwargs: Any)
 def prepare(
     original: Callable, cls: type, distributed_config: object, *, device_map: object = None, **mesh: object
 ) -> object:
-    """Where to load: this rank's device."""
+    """Choose the device to load to: this rank's."""
     if not isinstance(distributed_config, Requested):
         return original(cls, distributed_config, device_map=device_map, **mesh)  # with a mesh before 5.18
     if isinstance(device_map, str) and device_map in ("balanced", "balanced_low_0", "sequential"):
@@ -296,7 +296,7 @@ def distribute(
     before = set(model.state_dict())
     quantization = distributed_config.quantization
     pack = bitsandbytes.Pack(quantization) if quantization is not None else None
-    parallelize(model, mesh=runtime.mesh(), pack=pack)
+    parallelize_model(model, mesh=runtime.mesh(), pack=pack)
     local = set(model.state_dict())
     if before - local:
         # Names that other stages load are no surprise in the checkpoint, whatever prefix it uses.

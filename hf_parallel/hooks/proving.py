@@ -279,7 +279,7 @@ def _set_few_steps(proving: Proving, args: TrainingArguments) -> None:
 
 
 def _take_first_examples(data: Any, count: int) -> Any:
-    """The first examples of a data set, or all of one that has fewer."""
+    """Return the first examples of a data set, or all of one that has fewer."""
     if data is None or count <= 0:
         return data
     if hasattr(data, "take") and not hasattr(data, "__len__"):

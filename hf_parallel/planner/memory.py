@@ -99,12 +99,12 @@ class RankMemory:
 
 
 def predict_memory_of_ranks(stages: tuple[Stage, ...], layout: Layout, job: Job) -> list[RankMemory]:
-    """The peak of every pipeline rank."""
+    """Return the peak of every pipeline rank."""
     return [rank_memory(mine, layout, job, rank) for rank, mine in enumerate(group_stages_by_rank(stages, layout))]
 
 
 def predict_fullest_rank(stages: tuple[Stage, ...], layout: Layout, job: Job, enough: float = math.inf) -> RankMemory:
-    """The peak of the rank that needs most. Under 1F1B it is the first of those whose stages are alike.
+    """Return the peak of the rank that needs most. Under 1F1B it is the first of those whose stages are alike.
 
     That rank holds as many forwards as they, or more; a search has thousands of layouts to reject.
 
@@ -137,7 +137,7 @@ def count_fewest_bytes(stages: tuple[Stage, ...], layout: Layout, job: Job) -> f
 
 
 def find_fullest(memories: list[RankMemory]) -> RankMemory:
-    """The rank that needs most."""
+    """Return the rank that needs most."""
     return max(memories, key=lambda memory: memory.needed)
 
 
@@ -218,7 +218,7 @@ class _Rank:
     # ---- states --------------------------------------------------------------------------------------------------
 
     def count_outside(self) -> dict[str, float]:
-        """Bytes by kind beside those of a step's own tensors."""
+        """Return the bytes by kind beside those of a step's own tensors."""
         layout, habits = self.layout, self.habits
         axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.dp, layout.cp, layout.ep))
         buckets = habits.bucket_gib if layout.zero_stage in (1, 2) and layout.dp > 1 else 0.0
@@ -250,7 +250,9 @@ class _Rank:
         return self.summed * stage.dense(*self.layout.tp_and_columns) + of_experts
 
     def _count_sums(self, gradients: float) -> float:
-        """Bytes of gradients while micro-batches add to them: those that are reduced each time are summed in fp32."""
+        """Return the bytes of gradients while micro-batches add to them: those that are reduced each time are summed
+        in fp32.
+        """
         if self.job.lora or not self.layout.reduces_each:
             return gradients
         own = min(gradients, self.kept.stored * self.experts) if self.alone else 0.0
@@ -272,22 +274,24 @@ class _Rank:
         return gathered + adapters + reduced + self._count_kept_nearby()
 
     def _count_packed(self, stage: Stage) -> float:
-        """Numbers of a stage that are in 4 bits."""
+        """Return the numbers of a stage that are in 4 bits."""
         return sum(count * count_packed_parameters(block, self.layout, self.job) for block, count in stage.counts)
 
     def _count_layer_bytes(self, alone: Stage) -> float:
-        """Bytes of a layer's whole weights."""
+        """Return the bytes of a layer's whole weights."""
         numbers = alone.dense(*self.layout.tp_and_columns)
         numbers += alone.experts(self.layout.expert_split) * (not self.alone)
         return self.width * numbers - self.narrower * self._count_packed(alone)
 
     def _count_freed_embedding(self, stage: Stage) -> float:
-        """Numbers of an embedding that nothing needs after the forward: FSDP2 has it in a group of its own."""
+        """Return the numbers of an embedding that nothing needs after the forward: FSDP2 gives it its own group."""
         alone = self.habits.fsdp2 and stage.is_first and not self.shape.tied
         return self.shape.embedding_parameters / self.layout.tp if alone else 0.0
 
     def _count_kept_nearby(self) -> float:
-        """Weights of the layers that a group of hierarchical shards holds among its ranks, as they were gathered."""
+        """Return the weights of the layers that a group of hierarchical shards holds among its ranks, as they were
+        gathered.
+        """
         if self.layout.hierarchical_shard == 1:
             return 0.0
         width = CODE_BYTES.get(self.layout.quantize_weights, self.width)
@@ -458,7 +462,8 @@ class _Rank:
         return 4 * min(self.numbers + self.experts, largest + BUCKET / self.kept.stored)
 
     def curvature(self) -> float:
-        """Bytes of K-FAC: inputs and gradients of all linears in all micro-batches of a step, and their factors.
+        """Return the bytes of K-FAC: inputs and gradients of all linears in all micro-batches of a step, and their
+        factors.
 
         Factors are there four times in fp32: sums of this interval and of the last one, whose inverses are being made,
         and the inverses in use.
@@ -509,20 +514,20 @@ class _Rank:
         )
 
     def _count_blocks(self, stage: Stage) -> float:
-        """Bytes that a stage's blocks keep on the device after a forward."""
+        """Return the bytes that a stage's blocks keep on the device after a forward."""
         blocks = self.tokens * self._count_kept(stage, self.job.recompute)
         if self.job.activation_offload:
             blocks -= self.count_offloaded(stage) * max(0.0, 1 - LAYERS_ON_DEVICE / max(1, stage.layers))
         return blocks
 
     def count_offloaded(self, stage: Stage) -> float:
-        """Bytes of a stage's blocks that go to the host in one forward."""
+        """Return the bytes of a stage's blocks that go to the host in one forward."""
         hidden, layout = self.shape.hidden, self.layout
         each = (n * count_offloaded_bytes(block, hidden, layout, self.job) for block, n in stage.counts)
         return self.tokens * sum(each)
 
     def _count_kept(self, stage: Stage, recompute: str) -> float:
-        """Bytes per token of a stage's blocks."""
+        """Return the bytes per token of a stage's blocks."""
         job = self.job if recompute == self.job.recompute else dataclasses.replace(self.job, recompute=recompute)
         return sum(
             count * count_kept_bytes(block, self.shape.hidden, self.layout, job) for block, count in stage.counts
@@ -575,7 +580,9 @@ class _Rank:
         return max([scores, *(self._count_layer_again(block, stage) for block in counted)])
 
     def _count_layer_again(self, block: Block, stage: Stage) -> float:
-        """A checkpointed layer's activations, computed again, and gradients of its widest part and of the stream."""
+        """Return a checkpointed layer's activations, computed again, and gradients of its widest part and of the
+        stream.
+        """
         if self.job.recompute == "none" and not self.job.tiled_mlp:
             return 0.0
         one, recompute = self._count_alone(block), self.job.each_recomputed
@@ -596,7 +603,7 @@ class _Rank:
         return max(in_mlp, self.tokens * (again + (5 * 4 - self.width) * stream))
 
     def _count_unpacked(self, stage: Stage) -> float:
-        """The largest linear in 4 bits, in 16 for as long as its product takes."""
+        """Return the largest linear in 4 bits, in 16 for as long as its product takes."""
         if not self.packed:
             return 0.0
         tp, each = self.layout.tp, [(m, block) for block, _ in stage.counts for m in list_adapted(block)]

@@ -52,7 +52,7 @@ class Sizes:
     def of_layout(
         cls, config: ParallelConfig, steps: int, keep_dtype: bool, other: ParallelConfig | None = None
     ) -> Sizes:
-        """The sizes that a resolved layout needs, and another one that has begun the run."""
+        """Return the sizes that a resolved layout needs, and another one that has begun the run."""
         layouts = [config] if other is None else [config, other]
         data_ranks = max(one.data_parallel_size for one in layouts)
         micro_batches = max(max(one.pipeline_microbatches or 1, one.pp_size) for one in layouts)
@@ -102,7 +102,7 @@ class Proving:
     # ---- watching --------------------------------------------------------------------------------------------
 
     def step(self) -> Step:
-        """The step that is being computed."""
+        """Return the step that is being computed."""
         return self.record.step(self.done)
 
     def watch(self, model: nn.Module, precision: str | None = None) -> None:

@@ -280,7 +280,7 @@ class DesyncDetector:
         return meeting.is_last
 
     def _is_over(self, meeting: _Meeting, may_be_alone: bool) -> bool:
-        """Are all ranks here?
+        """Return whether all ranks are here.
 
         Raises:
             AloneError: this is rank 0, and the others wait for it elsewhere.
@@ -637,7 +637,7 @@ def run_for_stages(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def is_main_process(is_first: bool) -> bool:
-    """Is this the main process, which is the first one but where another runs a part of the script for it?
+    """Return whether this is the main process: the first one, unless another runs a part of the script in its place.
 
     Args:
         is_first: is it the first process, of all or of its node?

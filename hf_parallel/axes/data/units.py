@@ -33,12 +33,12 @@ REPLACES = (
 
 
 def get_state_of(unit: nn.Module | FSDPModule) -> FSDPState:
-    """The record that the hooks of a unit share."""
+    """Return the record that the hooks of a unit share."""
     return cast("FSDPState", fully_shard.state(unit))  # type: ignore[attr-defined]
 
 
 def get_groups_of(unit: nn.Module | FSDPModule) -> list[FSDPParamGroup]:
-    """The parameters of one unit that are gathered and reduced together; torch 2.11 has one such group at most."""
+    """Return the parameters of one unit that are gathered and reduced together; in torch 2.11 one group at most."""
     state = get_state_of(unit)
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
@@ -57,7 +57,7 @@ def iterate_parameter_groups(root: nn.Module) -> Iterator[FSDPParamGroup]:
 
 
 def holds_whole_gradient(held: FSDPParam) -> bool:
-    """Has a parameter a gradient of this rank's own micro-batches, which is not reduced yet?"""
+    """Return whether a parameter has a gradient of this rank's own micro-batches that is not reduced yet."""
     gathered = getattr(held, "_unsharded_param", None)
     return held.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None)
 
@@ -122,7 +122,7 @@ def give_whole_gradient(held: FSDPParam, gradient: torch.Tensor) -> None:
 
 
 def keeps_apart(held: FSDPParam) -> bool:
-    """Does this torch keep sums of whole gradients beside the gathered parameter, not as its `grad`?"""
+    """Return whether this torch keeps sums of whole gradients beside the gathered parameter, not as its `grad`."""
     return hasattr(held, "to_accumulated_grad_if_needed")
 
 

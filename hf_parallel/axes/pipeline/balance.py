@@ -92,7 +92,7 @@ def block_costs(
 
 
 def with_recomputation(costs: Costs, recompute: str = "full") -> Costs:
-    """A layer that is checkpointed runs its forward twice, the head once: four passes for three."""
+    """Count four passes for three where a layer is checkpointed: it runs its forward twice, the head once."""
     again = list_checkpointed_layers(recompute, len(costs.layers))
     passes = zip(costs.layers, again, strict=True)
     return replace(
@@ -119,7 +119,8 @@ def _compute_weights_cost(module: nn.Module, active_share: float = 1) -> Cost:
 def balance(
     costs: Costs, stages: int, speeds: Sequence[float] | None = None, rooms: Sequence[float] | None = None
 ) -> tuple[int, ...]:
-    """Layers per stage, each at least one: the slowest stage is as fast as any split allows (dynamic programming).
+    """Return the layers per stage, each at least one: the slowest stage is as fast as any split allows (dynamic
+    programming).
 
     Among equally fast splits the one whose memory is most even wins (in whole layers: only these can move), then the
     one with more layers on early stages. Fewer layers than stages are a SpecError.

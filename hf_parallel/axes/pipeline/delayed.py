@@ -123,11 +123,11 @@ class DelayedPipeline:
         self._arrived: dict[str, list[torch.Tensor]] = {FORWARD: [], BACKWARD: []}
 
     def takes(self, count: int) -> bool:
-        """Can a step of so many micro-batches follow the one in progress?"""
+        """Return whether a step of this many micro-batches can follow the one in progress."""
         return not self.updates or len(self.updates[-1]) == count
 
     def knows_enough(self) -> bool:
-        """Are there micro-batches enough to fill the drain of the step in progress?"""
+        """Return whether there are enough micro-batches to fill the drain of the step in progress."""
         return bool(self.updates) and sum(map(len, self.updates[1:])) >= self.ranks - 1
 
     def add(self, source: object, calls: list[ScheduledCall]) -> None:

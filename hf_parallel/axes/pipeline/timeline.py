@@ -63,7 +63,7 @@ Order = dict[int, list[Action]]
 
 
 def order(name: str, stages: int, virtual: int, micro_batches: int) -> Order:
-    """The compute actions of every rank, in the order in which torch's own schedule runs them.
+    """Return the compute actions of every rank, in the order in which torch's own schedule runs them.
 
     Args:
         stages: number of ranks of the pipeline.
@@ -252,7 +252,7 @@ class Timeline:
 
     @property
     def start(self) -> float:
-        """When the first rank begins."""
+        """The time at which the first rank begins."""
         return min(span.start for span in self.spans)
 
     @property
@@ -410,7 +410,9 @@ class _Simulation:
 
 
 def needs(action: Action, stages: int) -> list[tuple[str, int, int]]:
-    """The results an action waits for, as (kind, stage, micro-batch); a full backward counts as its input gradient."""
+    """Return the results an action waits for, as (kind, stage, micro-batch); a full backward counts as its input
+    gradient.
+    """
     kind, stage, i, _ = action
     if kind == FORWARD:
         return [(FORWARD, stage - 1, i)] if stage else []
@@ -425,7 +427,7 @@ def _name_result(action: Action) -> tuple[str, int, int]:
 
 
 def with_communication(timeline: Timeline) -> Timeline:
-    """A recorded timeline with spans for what a rank waits for a result that is ready on another one.
+    """Return a recorded timeline with spans for what a rank waits for a result that is ready on another one.
 
     Before the sender has it, waiting is idle time; after that, and once the receiver is free, it is communication.
     """
@@ -447,7 +449,7 @@ def with_communication(timeline: Timeline) -> Timeline:
 
 
 def split_evenly(layers: int, stages: int) -> list[int]:
-    """Layers per stage; early stages take the remainder."""
+    """Return the layers per stage; early stages take the remainder."""
     return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
 
@@ -460,7 +462,7 @@ def choose_fastest_schedule(
     virtual: int = 2,
     most_live: float | None = None,
 ) -> str:
-    """The schedule with the smallest simulated bubble; of equal ones the simplest.
+    """Return the schedule with the smallest simulated bubble; of equal ones the simplest.
 
     Args:
         virtual: stages per rank of the interleaved schedules; the others have one or two.
@@ -516,7 +518,7 @@ def write_timeline_picture(
 def render_timeline(
     timeline: Timeline, name: str, predicted: float | None = None, measured: float | None = None
 ) -> str:
-    """The picture as text.
+    """Return the picture as text.
 
     Args:
         name: of the schedule, for the title.
@@ -605,6 +607,6 @@ def time_axis(duration: float, left: float, y: float, wide: float, unit: str = "
 def render_text_at(
     x: float, y: float, text: str, fill: str = INK, anchor: str = "start", size: int = 12, weight: int = 400
 ) -> str:
-    """A line of text."""
+    """Return a line of text."""
     style = f'fill="{fill}" text-anchor="{anchor}" font-size="{size}" font-weight="{weight}"'
     return f'<text x="{x:.2f}" y="{y:.2f}" {style}>{escape(text)}</text>'

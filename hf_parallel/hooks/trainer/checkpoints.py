@@ -139,7 +139,7 @@ class TrainerRecord:
 
 
 def record_of(trainer: Trainer) -> TrainerRecord:
-    """The trainer's record, made when it is first asked for."""
+    """Return the trainer's record, made when it is first asked for."""
     if _PLACE not in vars(trainer):
         vars(trainer)[_PLACE] = TrainerRecord()
     return vars(trainer)[_PLACE]
@@ -179,7 +179,7 @@ def save_model(original: Callable, self: Trainer, output_dir: str | None = None,
             kinds, mesh, state_dict = type(self).__mro__, runtime.mesh(), None
             alone = any(cls.__module__ == "sentence_transformers.base.trainer" for cls in kinds)
             if not alone and not hasattr(self.model, "base_model_prefix"):
-                state_dict = folders.full_state_dict(self.model, mesh)
+                state_dict = folders.gather_state_dict(self.model, mesh)
             with folders.join_current_save(mesh) as saving, saving.noting():
                 # One rank writes what is gathered: transformers before 5.23 would let all, others with nothing.
                 owner = next(cls for cls in kinds if "_save" in vars(cls))
@@ -264,7 +264,7 @@ class UnfinishedSave:
 
 
 def wait_for_save(trainer: Trainer) -> None:
-    """Until the last checkpoint is whole, if one is being written; what went wrong with it is raised here. Collective.
+    """Wait until the last checkpoint is whole, if one is being written, and raise what went wrong with it. Collective.
 
     Raises:
         CheckpointError: it could not be written.
@@ -293,7 +293,7 @@ def wait_for_save(trainer: Trainer) -> None:
 
 
 def does_save_checkpoints(args: TrainingArguments) -> bool:
-    """Will Trainer save checkpoints by itself?"""
+    """Return whether Trainer will save checkpoints by itself."""
     return str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
 
 
@@ -370,7 +370,7 @@ def write_layout(folder: str, of_trainer: Layout) -> None:
 
 
 def get_inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer itself, without accelerate's wrapper."""
+    """Return the optimizer itself, without accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 

@@ -78,7 +78,7 @@ def check_trainer_for_delay(trainer: Trainer) -> None:
 
 
 def read_step(trainer: Trainer, iterator: Iterator, read: Callable[[], tuple[list, object]]) -> tuple[list, object]:
-    """The batches of this step and the count of their targets; those of the next steps are read and kept."""
+    """Return the batches of this step and the count of their targets; those of the next steps are read and kept."""
     engine = joint_steps.find_engine_of(trainer)
     if engine is None or engine.delayed is None:
         return read()

@@ -143,7 +143,8 @@ def _read_with_loader(trainer: Trainer, batches: Iterator) -> Iterator[tuple[Any
 
 
 def must_be_whole(trainer: Trainer, batch: rows.Batch, held: int, dealt: GradientState | OneLoader) -> bool:
-    """Does some data rank have a batch with parts that no row tells apart? Repeated rows can only lose their targets.
+    """Return whether some data rank has a batch with parts that no row tells apart. Repeated rows can only lose their
+    targets.
 
     Ranks that went by their own batch would weigh it differently. Collective over the data ranks, where the batch is
     ragged; so once per epoch, and per evaluation.
@@ -381,7 +382,9 @@ def _gather_losses(trainer: Trainer, gather_rows: Callable, cut: int, losses: to
 
 
 def _select_real_examples(trainer: Trainer, batch: rows.Batch, real: int, count: int, blocks: int) -> rows.Batch:
-    """The batch with its real examples alone, or with targets in these alone where no row tells its parts apart."""
+    """Return the batch with its real examples alone, or with targets in these alone where no row tells its parts
+    apart.
+    """
     dealt = _get_state_of_evaluation(trainer)
     whole = must_be_whole(trainer, batch, count * blocks, dealt)  # all ranks ask, also those without repeated rows
     if real == count:

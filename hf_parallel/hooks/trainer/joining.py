@@ -127,7 +127,7 @@ def join_rows(rows: Sequence[Mapping[str, object]], beside: Beside | None = None
 
 
 def find_reason_not_joined(row: Mapping[str, object]) -> str | None:
-    """Why a row as the collator gives it cannot be joined to others."""
+    """Return why a row as the collator gives it cannot be joined to others; None if it can."""
     tokens = row.get("input_ids")
     if not torch.is_tensor(tokens) or tokens.ndim != 2 or "labels" not in row:
         return "the script's collator gives no rows of input_ids and labels"
@@ -162,7 +162,7 @@ def find_reason_not_joined(row: Mapping[str, object]) -> str | None:
 
 
 def with_counted_labels(batches: list) -> list:
-    """The batches as Trainer counts their targets; what only the count needs is taken out of them."""
+    """Return the batches as Trainer counts their targets; what only the count needs is taken out of them."""
     kept = [batch.pop(LABELS_COUNTED, None) if isinstance(batch, dict) else None for batch in batches]
     return [
         batch if labels is None else {**batch, "labels": labels} for batch, labels in zip(batches, kept, strict=True)
@@ -173,7 +173,9 @@ def with_counted_labels(batches: list) -> list:
 
 
 def get_rows_and_collator(trainer: Trainer) -> tuple[Dataset, Collate]:
-    """The training rows and the collator, of which one leaves out unused columns, as Trainer puts them together."""
+    """Return the training rows and the collator, of which one leaves out unused columns, as Trainer puts them
+    together.
+    """
     rows, collate = trainer.train_dataset, trainer.data_collator
     if hasattr(rows, "column_names"):
         return trainer._remove_unused_columns(rows, description="training"), collate
@@ -181,7 +183,7 @@ def get_rows_and_collator(trainer: Trainer) -> tuple[Dataset, Collate]:
 
 
 def find_length_column(rows: Dataset, args: TrainingArguments) -> str | None:
-    """The column that says how long rows are, if there is one."""
+    """Return the column that says how long rows are, if there is one."""
     name = getattr(args, "length_column_name", "length")
     return name if name in (getattr(rows, "column_names", None) or ()) else None
 
@@ -218,7 +220,10 @@ _OF_MODEL = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "s
 
 
 def find_reason_for_other_numbers(trainer: Trainer) -> str | None:
-    """Why joined examples would give other numbers than examples in rows; the same words on all ranks. Collective."""
+    """Return why joined examples would give other numbers than examples in rows; the same words on all ranks.
+
+    Collective.
+    """
     of_python, of_numpy, restore = random.getstate(), numpy.random.get_state(), remember_counts(trainer)
     try:
         with torch.random.fork_rng(), replacing(trainer, log=lambda *args, **kwargs: None):
@@ -341,7 +346,7 @@ _PADDING_SAMPLE = 256  # rows whose lengths are looked at for it
 
 
 def is_joining_wanted() -> bool:
-    """Are training batches joined?"""
+    """Return whether training batches are joined."""
     return read_asked_key()[0] == "padding_free"
 
 
@@ -365,7 +370,7 @@ class Joined:
 
 
 def choose_joining(trainer: Trainer, cannot: Callable[[Trainer], str | None]) -> None:
-    """Where the layout was left to the planner: join the batches where it pays and changes nothing. Collective.
+    """Join the batches where it pays and changes nothing, if the layout was left to the planner. Collective.
 
     Args:
         cannot: why this Trainer's batches cannot be joined, or None.

@@ -216,7 +216,10 @@ def _open_batches_for(own: Callable, inputs: Any) -> tuple[dict, Callable]:
 
 
 def _can_schedule(trainer: Trainer, state: ParallelState) -> bool:
-    """May the batch be scheduled? Data ranks may have unlike numbers of rows, and must all go the same way."""
+    """Return whether the batch may be scheduled.
+
+    Data ranks may have unlike numbers of rows, and must all go the same way.
+    """
     cut = cut_of(OneLoader(record_of(trainer).loader))
     if not torch.is_grad_enabled() or record_of(trainer).step.real_rows is not None:
         return False

@@ -246,7 +246,7 @@ def _compute_penalty(original: Callable, given: Given) -> torch.Tensor:
 
 
 def _is_by_row(given: Given, of_model: Mapping[str, object], rows: int) -> bool:
-    """Are the targets of a mean what the model was called with, row after row?"""
+    """Return whether the targets of a mean are what the model was called with, row after row."""
     target = given["target"]
     if not torch.is_tensor(target) or not target.ndim or len(target) % rows or len(given["input"]) != len(target):
         return False
@@ -255,7 +255,8 @@ def _is_by_row(given: Given, of_model: Mapping[str, object], rows: int) -> bool:
 
 
 def _is_comparing_rows(given: Given, of_model: Mapping[str, object]) -> bool:
-    """Is the right answer for each row the row itself, as in CLIP's loss (Radford et al., 2021, figure 3)?
+    """Return whether the right answer for each row is the row itself, as in CLIP's loss (Radford et al., 2021, figure
+    3).
 
     Its targets are counted up, of as many classes as rows, and nothing that the model was called with.
     """
@@ -323,7 +324,8 @@ _PROCESSES = {"num_processes", "world_size", "get_world_size"}
 
 
 def does_know_processes(trainer: Trainer) -> bool:
-    """Does the script's `compute_loss` ask for the number of processes, which Trainer multiplies its loss by?
+    """Return whether the script's `compute_loss` asks for the number of processes, which Trainer multiplies its loss
+    by.
 
     By the names in its code: the count that it is given depends on the answer, so no run of it can tell before.
     """
