@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 def replace_methods(
     model: nn.Module, mesh: ParallelMesh, pipeline: PipelineEngine | None, again: Callable[[nn.Module], object]
 ) -> None:
-    """Save whole weights, resize embeddings, generate on ranks that end apart and through a pipeline, copy.
+    """Put methods on the model that save whole weights, resize embeddings, generate and copy under the layout.
 
     Args:
         again: makes another model parallel in the same way.
@@ -104,7 +104,7 @@ def replace_methods(
 
 
 def bind(model: nn.Module, name: str, replacement: Callable) -> None:
-    """Put a method on the object that looks as that of its class does: scripts read signatures and functions."""
+    """Put a method on the object that looks like its class's method: scripts read signatures and functions."""
 
     def method(self: nn.Module, *args: object, **kwargs: object) -> object:
         return replacement(self, *args, **kwargs)
@@ -142,7 +142,7 @@ def _iterate_parameters_of_stage(
 ) -> Iterator[object]:
     """Yield the parameters of this stage; print a line when a script first goes through them after a step.
 
-    A script that freezes them, or gives them to an optimizer or to `clip_grad_norm_`, has what it needs.
+    The line comes late because freezing parameters, an optimizer and `clip_grad_norm_` need this stage's alone.
 
     Raises:
         NotImplementedError: a script's loss has gone through all of them, as for a penalty of weights.
@@ -169,10 +169,10 @@ def _iterate_parameters_of_stage(
 
 @torch.no_grad()
 def _apply_to_model(model: PreTrainedModel, fn: Callable, *args: object, **kwargs: object) -> object:
-    """Cast or move, as `to` and `half` do. FSDP2 keeps memory of the dtype in which it has once gathered weights.
+    """Cast or move, as `to` and `half` do, and drop FSDP2's memory of gathered weights, which has the old dtype.
 
     Raises:
-        NotImplementedError: gradients are being summed, which go with the weights as they are.
+        NotImplementedError: gradients are being summed in the old dtype.
     """
     forget_holders()
     wanted, state = fn(torch.empty((), dtype=model.dtype)).dtype, getattr(model, "_hf_parallel", None)
@@ -204,7 +204,7 @@ def _mark_as_part(model: nn.Module, state_dict: Any, prefix: str, metadata: dict
 def _copy_model(
     mesh: ParallelMesh, again: Callable[[nn.Module], object], model: PreTrainedModel, memo: dict
 ) -> object:
-    """Copy a model, as for a reference model: another one of the same layout and values. Collective."""
+    """Return a copy of a model, such as a reference model, under the same layout. Collective."""
     if hasattr(model, "peft_config") or getattr(model, "is_loaded_in_4bit", False):
         raise NotImplementedError("hf_parallel: a copy of a model with adapters or 4 bits; load it a second time")
     assert_all_ranks("copy.deepcopy")
@@ -236,7 +236,7 @@ def _set_use_kernels(model: PreTrainedModel, use_kernels: bool, *args: object, *
 def _prepare_together(
     kind: type[PreTrainedModel], model: PreTrainedModel, input_ids: torch.Tensor, *args: Any, **kwargs: Any
 ) -> dict[str, object]:
-    """Prepare inputs on ranks whose sequences have ended, which go on in `generate`: all gather weights together.
+    """Prepare inputs of `generate`, also on ranks whose sequences have ended: all ranks gather weights together.
 
     Without a key/value cache transformers lets their masks grow longer than the sequences; cut them.
     """

@@ -469,7 +469,7 @@ def take_exchanged() -> None:
 
 
 def _set_module_parameter(module: nn.Module, name: str, new: nn.Parameter) -> nn.Parameter | None:
-    """Handle `module.name = new`: return the parameter that the module has afterwards, if not `new`."""
+    """Handle `module.name = new`: return the parameter that the module keeps, if it is not `new`."""
     former = module._parameters.get(name)
     if former is None or former.is_meta or new.is_meta:
         return None
@@ -509,14 +509,14 @@ def _set_module_parameter(module: nn.Module, name: str, new: nn.Parameter) -> nn
 
 
 def _refuse_untied(what: str, other: str, model: nn.Module, args: tuple) -> None:
-    """Refuse, before a forward pass, a weight of its own for one of two names that are tied."""
+    """Refuse, before a forward pass, that one of two tied names has got a weight of its own."""
     why = f"ranks hold one parameter for it and {other}, which the config ties"
     refuse(what, why, do="untie and save the model in one process, or call tie_weights() if it shall stay tied")
 
 
 @contextlib.contextmanager
 def note_former_parameters(model: nn.Module) -> Iterator[None]:
-    """Note which parameters the model has no more after what runs inside. None of them is kept alive for it.
+    """Note which parameters the model has lost after what runs inside, and keep none of them alive.
 
     Raises:
         SpecError: a script has hooked the gradient of one of them.
@@ -593,7 +593,7 @@ def _refuse_hook(name: str) -> NoReturn:
 
 
 def refuse_gradients_of_gradients(model: nn.Module, args: tuple, output: object) -> None:
-    """Refuse a backward pass that is to be differentiated again, of which sharded and split layers are not capable."""
+    """Refuse a backward pass that is to be differentiated again: sharded and split layers cannot."""
 
     def refuse_graph(gradient: torch.Tensor) -> None:
         if torch.is_grad_enabled():
@@ -609,7 +609,7 @@ def refuse_gradients_of_gradients(model: nn.Module, args: tuple, output: object)
 
 
 def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    """Refuse, at its first step, an optimizer of parameters that no model trains, which would do nothing."""
+    """Refuse, at its first step, an optimizer of parameters that no model trains: it would do nothing."""
     if optimizer in _checked:
         return
     _checked.add(optimizer)

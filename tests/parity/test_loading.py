@@ -62,7 +62,7 @@ def gathered(spec: str, name: str, folder: str, out: str, cut: Callable | None =
     from hf_parallel.hooks import loading, runtime
 
     activate(spec)
-    loading.parallelize = cut or loading.parallelize
+    loading.parallelize_model = cut or loading.parallelize_model
     model = converted.auto_class(name).from_pretrained(folder)
     mesh = runtime.mesh()
     first = gather_state_dict(model, mesh)

@@ -50,8 +50,8 @@ def load(
         Accelerator(cpu=True)
         set_seed(3, device_specific=True)
     if packed:
-        original = loading.parallelize
-        loading.parallelize = lambda model, **mesh: in_order(original(model, **mesh))
+        original = loading.parallelize_model
+        loading.parallelize_model = lambda model, **mesh: in_order(original(model, **mesh))
     model, info = task.from_pretrained(folder, output_loading_info=True, **kwargs)
     after = torch.rand(2)
     whole = gather_state_dict(model, runtime.mesh())

@@ -115,7 +115,7 @@ class Curvature:
 class KfacFill:
     """Computes, inverts and applies the curvature of one rank's linear layers.
 
-    Whoever trains calls `begin_step` before the first batch of an optimizer step and `end_step` after the last one.
+    The training loop calls `begin_step` before the first batch of an optimizer step and `end_step` after the last one.
     """
 
     def __init__(self, engine: StageRunner) -> None:
@@ -145,7 +145,7 @@ class KfacFill:
         self.age = 0  # steps since `gathering` began
 
     def begin_step(self) -> None:
-        """Begin an optimizer step; every `interval` steps it is one whose curvature is taken."""
+        """Begin an optimizer step; every `interval` steps its curvature is taken."""
         if not self.layers:  # the trained linear layers between embedding and head
             layers = [layer for view in self.engine.views for layer in view.layers]
             inside = {id(module) for layer in layers for module in layer.modules()}
@@ -328,10 +328,10 @@ class KfacFill:
     # ---- gaps ----------------------------------------------------------------------------------------------------
 
     def fill(self, count: int, action: int) -> None:
-        """Run what was placed in the gap before an action; after the last one, in that at the end.
+        """Run the units placed in the gap before an action or, after the last action, in the gap at the end.
 
         Args:
-            count: of micro-batches of the schedule.
+            count: the number of micro-batches in the schedule.
         """
         if not self._stage_seconds or not self.in_step or self.gathering is None:
             return
@@ -372,7 +372,7 @@ class KfacFill:
         return self._placements[count]
 
     def _list_tasks(self, count: int) -> list[Task]:
-        """All units of an interval, in the order in which their inputs are there."""
+        """Return all units of an interval, in the order in which their inputs arrive."""
         tasks, last_sum = [], (self.interval - 1) // 2
         kinds = {FORWARD: INPUTS, BACKWARD: GRADIENTS}
         actions = order(self.engine.config.pipeline_schedule, self.ranks, 1, count)[self.place]

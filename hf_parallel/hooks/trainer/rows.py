@@ -72,10 +72,10 @@ def tell_rows_apart(batch: Batch, full: int) -> Batch:
 
 
 def are_in_turns(collate: Callable, example: object, each: int) -> bool | None:
-    """Return whether a collator puts the rows of an example behind one another; None if this one does not tell.
+    """Return whether a collator puts the rows of an example behind one another; None if this example does not tell.
 
     It collates the example alone and twice: [chosen, rejected] becomes [chosen, rejected, chosen, rejected] or
-    [chosen, chosen, rejected, rejected]. Numbers that it draws may differ, so that most entries tell.
+    [chosen, chosen, rejected, rejected]. Numbers that it draws may differ, so the majority of entries decides.
 
     Args:
         each: rows per example.
@@ -130,8 +130,8 @@ def open_batch(batch: Batch) -> Batch:
 def without_targets(batch: Batch, real: int, rows: int, in_turns: bool = False) -> dict:
     """Leave targets only in the first `real` examples: the others add nothing to a loss per token.
 
-    One label per row stays where there is no real row: nothing of an absent rank counts, and a head for classes need
-    not know -100, or leaves out its loss, and with it what data ranks compute together.
+    Where there is no real row, one label per row stays. Nothing of an absent rank counts, and a head for classes may
+    not know -100, or would leave out its loss and the collectives in it.
 
     Args:
         rows: number of examples.

@@ -124,7 +124,7 @@ def find_reason_against_joining(trainer: Trainer) -> str | None:
 
 
 def check_loop() -> None:
-    """Refuse a loop without a Trainer, whose loader is its own, and which asks no server.
+    """Refuse settings of Trainer's loader, and of servers, in a loop without a Trainer.
 
     Raises:
         SpecError: joined batches were asked for, or what only TRL's trainers have.
