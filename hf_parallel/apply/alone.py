@@ -4,8 +4,8 @@
     others    wait at a barrier, in another call, or at the end of a callback or of the script; they make the same
               call and go on waiting
 
-Every rank holds a part of the model, so none can call it alone. Rank 0 looks whether the others wait for it only after
-the script has asked who is the main process, so that no other call looks (`ranks/desync.py`).
+Every rank holds a part of the model, so no rank can call it alone. Rank 0 looks whether the others wait for it only
+after the script has asked who is the main process, so that no other call looks (`ranks/desync.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Call(NamedTuple):
 
 
 def share_calls_of_rank_0(model: nn.Module, device: torch.device) -> int | None:
-    """Let rank 0 call a model while the others wait for it. All ranks call this for the same models in one order.
+    """Let rank 0 call a model while the others wait for it. All ranks call this for the same models in the same order.
 
     Returns:
         The number of the model's calls; None in a dry run.
@@ -62,7 +62,7 @@ def share_calls_of_rank_0(model: nn.Module, device: torch.device) -> int | None:
 def generate_with_others(
     number: int, device: torch.device, own: Callable, model: nn.Module, *args: Any, **kwargs: Any
 ) -> object:
-    """Generate; where rank 0 does it alone, with those who wait for it.
+    """Generate; if rank 0 does it alone, together with the ranks that wait for it.
 
     Args:
         number: of the model's calls, as `share_calls_of_rank_0` gives it.

@@ -17,9 +17,7 @@ LOOP_READER = "a loop of the script's own may read them"
 
 
 def find_trainer_reader(kind: type, given: dict[str, Any], arguments: Any) -> str | None:
-    """Return what reads logits in training with a Trainer of this class and these arguments; None if nothing is known
-    to.
-    """
+    """Return what reads logits in training with a Trainer of this class and these arguments; None if nothing does."""
     if does_keep_no_logits(kind):
         return None
     smooths = bool(getattr(arguments, "label_smoothing_factor", 0))

@@ -479,9 +479,7 @@ def _end_loop_step(*args: object) -> None:
 
 
 def count_tokens_and_rows(batch: Any, rows: int | None = None) -> tuple[int, int]:
-    """Return tokens and rows of a batch; those of prompts, which come as a list, are not known before they are
-    generated.
-    """
+    """Return tokens and rows of a batch. Tokens of prompts, which come as a list, are not known before generation."""
     if not hasattr(batch, "get"):
         return 0, len(batch) if hasattr(batch, "__len__") else 0
     tensors = [value for value in batch.values() if hasattr(value, "shape") and len(value.shape)]

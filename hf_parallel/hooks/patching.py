@@ -227,9 +227,7 @@ def _put_patches_in_place(patches: Iterable[Patch], done: list[Undo]) -> None:
 
 
 def _find_target(patch: Patch) -> Any:
-    """Return the target as its owner holds it, a descriptor itself, also if it is inherited; None if the patch adds
-    it.
-    """
+    """Return the target as its owner holds or inherits it, a descriptor itself; None if the patch adds it."""
     try:
         owner, name = patch.owner_and_name()
     except (AttributeError, ModuleNotFoundError):

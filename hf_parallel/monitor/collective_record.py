@@ -247,9 +247,7 @@ def _classify_file(file: str) -> str:
 
 
 def _find_call_in_progress() -> tuple[str | None, tuple[str, int] | None, bool]:
-    """Return the innermost module being called (or FSDP2's name for it), else the line that calls, and whether this is
-    a backward pass.
-    """
+    """Return the innermost module being called, else the line that calls, and whether this is a backward pass."""
     frame, place = sys._getframe(3), None
     while frame is not None:
         code = frame.f_code

@@ -158,9 +158,7 @@ def list_deviations_of_groups(plans: Sequence[GroupPlan], rows: list[RankRow]) -
 
 
 def list_deviations(prediction: Prediction, rows: list[RankRow]) -> list[str]:
-    """Return lines about step time and memory that are further from the plan than tolerated, with the term that is
-    off.
-    """
+    """Return lines about step time and memory that are off the plan by more than tolerated, with the term at fault."""
     lines = []
     step, planned = max(row.step for row in rows), prediction.step_time_s
     if planned > 0 and abs(step / planned - 1) > TOLERATED:
@@ -209,8 +207,7 @@ class Measured:
 
 
 def calibrated(folder: str, model: PreTrainedModel) -> tuple[Cluster, list[str]]:
-    """Return the cluster of the record in `folder`, as the run of `model` has found it, and lines that say what was
-    changed.
+    """Return the cluster of the record in `folder`, as the run of `model` found it, and lines about what was changed.
 
     Raises:
         SpecError: no record, or none with a plan and a step after the first ones.

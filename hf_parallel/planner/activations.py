@@ -251,9 +251,7 @@ def count_score_gradients(block: Block, hidden: int, layout: Layout, job: Job) -
 
 @functools.lru_cache(maxsize=4096)
 def count_kept_bytes(block: Block, hidden: int, layout: Layout, job: Job) -> float:
-    """Return the bytes per token that a rank keeps of one block, on average: as counted from the model, else by
-    formula.
-    """
+    """Return the bytes per token that a rank keeps of one block on average: counted from the model, or by formula."""
     if job.recompute.startswith("every:"):
         checkpointed, plain = (
             count_kept_bytes(block, hidden, layout, replace(job, recompute=way)) for way in ("full", "none")
@@ -305,9 +303,7 @@ def _count_all_products(block: Block, hidden: int, layout: Layout, job: Job) -> 
 
 
 def _count_routed_bytes(block: Block, hidden: int, layout: Layout, job: Job) -> float:
-    """Return the bytes per token of one copy of it for each of its experts, as Transformers makes them; else not
-    known, 0.
-    """
+    """Return the bytes per token of a copy for each of its experts, as Transformers makes them; 0 if not known."""
     if job.habits.fused:
         return 0.0
     return job.width * block.top_k * hidden / (layout.tp if layout.ep > 1 else layout.stream_parts)

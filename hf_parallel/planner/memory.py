@@ -250,9 +250,7 @@ class _Rank:
         return self.summed * stage.dense(*self.layout.tp_and_columns) + of_experts
 
     def _count_sums(self, gradients: float) -> float:
-        """Return the bytes of gradients while micro-batches add to them: those that are reduced each time are summed
-        in fp32.
-        """
+        """Return the bytes of gradients while micro-batches add to them; sums over ranks each time are in fp32."""
         if self.job.lora or not self.layout.reduces_each:
             return gradients
         own = min(gradients, self.kept.stored * self.experts) if self.alone else 0.0
@@ -289,9 +287,7 @@ class _Rank:
         return self.shape.embedding_parameters / self.layout.tp if alone else 0.0
 
     def _count_kept_nearby(self) -> float:
-        """Return the weights of the layers that a group of hierarchical shards holds among its ranks, as they were
-        gathered.
-        """
+        """Return the weights of the layers that a group of hierarchical shards keeps among its ranks, as gathered."""
         if self.layout.hierarchical_shard == 1:
             return 0.0
         width = CODE_BYTES.get(self.layout.quantize_weights, self.width)
@@ -462,8 +458,7 @@ class _Rank:
         return 4 * min(self.numbers + self.experts, largest + BUCKET / self.kept.stored)
 
     def curvature(self) -> float:
-        """Return the bytes of K-FAC: inputs and gradients of all linears in all micro-batches of a step, and their
-        factors.
+        """Return the bytes of K-FAC: inputs and gradients of all linears in a step's micro-batches, and the factors.
 
         Factors are there four times in fp32: sums of this interval and of the last one, whose inverses are being made,
         and the inverses in use.
@@ -580,9 +575,7 @@ class _Rank:
         return max([scores, *(self._count_layer_again(block, stage) for block in counted)])
 
     def _count_layer_again(self, block: Block, stage: Stage) -> float:
-        """Return a checkpointed layer's activations, computed again, and gradients of its widest part and of the
-        stream.
-        """
+        """Return a checkpointed layer's recomputed activations, and gradients of its widest part and of the stream."""
         if self.job.recompute == "none" and not self.job.tiled_mlp:
             return 0.0
         one, recompute = self._count_alone(block), self.job.each_recomputed

@@ -43,9 +43,7 @@ class Place:
 
 
 def find_first_place_of(ranks: Sequence[Record], alone: Record, disturbed: Record, compared: Compared) -> Place | None:
-    """Return the first module, in the order of the computation, whose tokens or gradients are not those of one
-    process.
-    """
+    """Return the first module, in order of computation, whose tokens or gradients differ from one process's."""
     if all(one.kind == "saved weight" for one in compared.differences):
         return None
     strange_from = MANY if len({rank.data_rank for rank in ranks}) == 1 else MOST

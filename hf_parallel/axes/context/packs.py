@@ -62,8 +62,7 @@ def find(
     positions: torch.Tensor | None,
     boundaries: torch.Tensor | None = None,
 ) -> list[Row]:
-    """Return the documents of each row, as transformers finds them: restarts of positions count where there is no
-    mask.
+    """Return the documents of each row as transformers finds them: without a mask, restarts of positions count.
 
     Args:
         mask: [rows, length], zero at padding.

@@ -119,8 +119,7 @@ def _compute_weights_cost(module: nn.Module, active_share: float = 1) -> Cost:
 def balance(
     costs: Costs, stages: int, speeds: Sequence[float] | None = None, rooms: Sequence[float] | None = None
 ) -> tuple[int, ...]:
-    """Return the layers per stage, each at least one: the slowest stage is as fast as any split allows (dynamic
-    programming).
+    """Return the layers per stage, by dynamic programming: the slowest stage is as fast as any split allows.
 
     Among equally fast splits the one whose memory is most even wins (in whole layers: only these can move), then the
     one with more layers on early stages. Fewer layers than stages are a SpecError.

@@ -71,9 +71,7 @@ class Parts:
         return call.run(view, hidden, own)
 
     def losses(self, of_parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """Return the loss of each call, from those of all micro-batches; zeros where no stage of this rank computes
-        any.
-        """
+        """Return the loss of each call, from those of all micro-batches; zeros on ranks that compute none."""
         if not of_parts:
             return torch.zeros(len(self.calls), device=device)
         parts = torch.stack([part.detach().float() for part in of_parts])

@@ -410,8 +410,9 @@ class _Simulation:
 
 
 def needs(action: Action, stages: int) -> list[tuple[str, int, int]]:
-    """Return the results an action waits for, as (kind, stage, micro-batch); a full backward counts as its input
-    gradient.
+    """Return the results an action waits for: (kind, stage, micro-batch).
+
+    A full backward counts as its input gradient.
     """
     kind, stage, i, _ = action
     if kind == FORWARD:

@@ -247,9 +247,7 @@ def free(engine: StageRunner) -> None:
 
 
 def describe_call(engine: StageRunner, kwargs: Batch, batch: Batch, values: bool = True) -> Call:
-    """Return a call of `engine`'s backbone in a form that other stages understand; or one to compare, without
-    `values`.
-    """
+    """Return a call of `engine`'s backbone in a form for other stages; without `values`, in a form to compare."""
     entries = {id(value): FromBatch(key) for key, value in batch.items() if torch.is_tensor(value)}
 
     def name(value: object) -> object:

@@ -40,10 +40,10 @@ Collate: TypeAlias = Callable[[list], Mapping]
 
 @dataclass
 class Asked:
-    """The config of one process, which has no layout to ask; and what `--parallel auto` has planned, on rank 0.
+    """The config of one process, which has no layout to ask, and what `--parallel auto` has planned on rank 0.
 
     Attributes:
-        planned: a goal for each kind of GPU, and the layout; for the choice that is made when there are rows.
+        planned: a goal for each kind of GPU, and the layout: the choice is made once there are rows.
     """
 
     alone: ParallelConfig | None = None
@@ -51,7 +51,7 @@ class Asked:
 
 
 def read_asked_key(config: ParallelConfig | None = None) -> tuple[str, int | bool]:
-    """Return the key that asks for joined batches, and its value; a value of nothing: none does.
+    """Return the key that asks for joined batches, and its value, which is empty if no key does.
 
     Args:
         config: where it may be asked for; default: the layout in force, or what one process is given.
@@ -95,7 +95,7 @@ class Beside:
 
     @classmethod
     def wanted(cls, trainer: Trainer, of_batch: bool) -> Beside:
-        """By this trainer."""
+        """Return the entries that this trainer needs."""
         noise = getattr(trainer, "neftune_noise_alpha", None) is not None
         return cls(not getattr(trainer, "_loss_shifts_labels", True), noise, of_batch)
 
@@ -173,9 +173,7 @@ def with_counted_labels(batches: list) -> list:
 
 
 def get_rows_and_collator(trainer: Trainer) -> tuple[Dataset, Collate]:
-    """Return the training rows and the collator, of which one leaves out unused columns, as Trainer puts them
-    together.
-    """
+    """Return the training rows and the collator, without unused columns, as Trainer puts them together."""
     rows, collate = trainer.train_dataset, trainer.data_collator
     if hasattr(rows, "column_names"):
         return trainer._remove_unused_columns(rows, description="training"), collate
@@ -209,7 +207,7 @@ def read_lengths_of(rows: Dataset, args: TrainingArguments, most: int | None = N
 #     script's loss    loss of two of the script's examples, padded = joined
 
 
-#: Tokens of the two examples that a script's loss is tried on: as unlike as means of means need to show.
+#: Tokens of the two examples on which a script's loss is tried: unlike enough to show a mean of means.
 _LENGTHS = (31, 11)
 _SAMPLE = 32  # examples among which two of such lengths are looked for
 _TOLERANCE = 2e-5  # of the loss, in fp32: sums in another order are off by 1e-6
@@ -277,7 +275,7 @@ def _find_own_reason_for_other_numbers(trainer: Trainer) -> str | None:
 
 
 def _list_first_targets(examples: list[dict]) -> dict[str, torch.Tensor]:
-    """List what some examples hold for their first token, which a loss may read and a joined row lacks, or has."""
+    """List the values at the first token of some examples: a loss may read them, and a joined row may lack them."""
     found = {}
     for example in examples:
         for key, value in example.items():
@@ -444,7 +442,7 @@ def _decide_joining(
 
 
 def does_collator_differ(collate: Collate, rows: list) -> str | None:
-    """Is what the collator makes of these rows together, less padding, what it makes of each? Else why not."""
+    """Return why the collator makes other rows of several than of each alone, padding aside; None if it does not."""
     try:
         together, alone = dict(collate(rows)), [dict(collate([row])) for row in rows]
         why = next(filter(None, map(find_reason_not_joined, alone)), None)
