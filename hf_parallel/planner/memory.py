@@ -76,7 +76,7 @@ FRAGMENTATION = 0.35  # of activations, temporaries and gathered weights: held b
 class RankMemory:
     """Bytes of one pipeline rank by kind, at the peak of a step.
 
-    `slack`: what the allocator holds beyond what is in use. It gives that back before it fails.
+    `slack`: what the allocator holds beyond what is in use, and gives back before it fails.
     """
 
     rank: int
@@ -106,7 +106,7 @@ def predict_memory_of_ranks(stages: tuple[Stage, ...], layout: Layout, job: Job)
 def predict_fullest_rank(stages: tuple[Stage, ...], layout: Layout, job: Job, enough: float = math.inf) -> RankMemory:
     """Return the peak of the rank that needs most. Under 1F1B it is the first of those whose stages are alike.
 
-    That rank holds as many forwards as they, or more; a search has thousands of layouts to reject.
+    That rank holds at least as many forwards as they do. This is fast: a search rejects thousands of layouts.
 
     Args:
         enough: bytes; the first moment of any rank that needs more is returned as it is.
@@ -121,9 +121,9 @@ def predict_fullest_rank(stages: tuple[Stage, ...], layout: Layout, job: Job, en
 
 
 def count_fewest_bytes(stages: tuple[Stage, ...], layout: Layout, job: Job) -> float:
-    """Return the bytes that the fullest rank needs whatever its micro-batches are, and however much it recomputes.
+    """Return the bytes that the fullest rank needs at least, for any micro-batches and any recomputation.
 
-    Activations are left out: in a schedule what is gathered counts, at its end a pipeline's whole gradients.
+    Activations are left out. In a schedule gathered weights count, at its end a pipeline's whole gradients.
     """
     found = []
     for mine in dict.fromkeys(map(tuple, group_stages_by_rank(stages, layout))):  # few differ
@@ -142,7 +142,7 @@ def find_fullest(memories: list[RankMemory]) -> RankMemory:
 
 
 def rank_memory(stages: list[Stage], layout: Layout, job: Job, rank: int, enough: float = math.inf) -> RankMemory:
-    """Memory of the pipeline rank that holds `stages`; `enough` as in `predict_fullest_rank`."""
+    """Return the memory of the pipeline rank that holds `stages`; `enough` as in `predict_fullest_rank`."""
     mine = _Rank(stages, layout, job, rank)
     mine.copied = list_mirrored_stages(stages, layout, job)
     outside, flushed = mine.count_outside(), layout.schedule not in DELAYED_SCHEDULES
@@ -227,7 +227,7 @@ class _Rank:
         return {**outside, "curvature": self.curvature()} if layout.fills_bubbles else outside
 
     def states(self) -> dict[str, float]:
-        """Weights, gradients after they are reduced, and what the optimizer keeps."""
+        """Return the bytes of weights, of gradients after they are reduced, and of what the optimizer keeps."""
         stage = 3 if self.habits.fsdp2 and self.layout.zero_stage else self.layout.zero_stage
         per, adapter = state_bytes(self.kept, self.layout.zero_stage), count_adapter_bytes(self.kept)
         each = (
@@ -242,7 +242,7 @@ class _Rank:
         return found
 
     def count_gradients(self, stage: Stage) -> float:
-        """Whole gradients of a stage."""
+        """Return the bytes of whole gradients of a stage."""
         if self.job.lora:
             return ADAPTER_WIDTH * stage.adapters(self.job.lora, *self.layout.tp_and_columns)
         experts = stage.experts(self.layout.expert_split)
@@ -257,7 +257,7 @@ class _Rank:
         return own + self.summed / self.kept.stored * (gradients - own)
 
     def count_gathered(self) -> float:
-        """Whole weights: those of the layers at work and of the ends, or all."""
+        """Return the bytes of whole weights: of the layers at work and the ends, or of all."""
         if not self.gathers or self.in_place:
             return 0.0
         if not self.reshards:
@@ -310,7 +310,7 @@ class _Rank:
         yield from (self.in_layer(block, done) for block, _ in kinds for done in places)
 
     def in_layer(self, block: Block, done: int) -> dict[str, float]:
-        """The backward of a layer after that of `done` layers, while what follows it is being reduced.
+        """Count a layer's backward pass after that of `done` layers, while gradients behind it are being reduced.
 
         FSDP2 holds what a reduce-scatter sends, in the sums' dtype, until the next one: of the head, or of a layer. It
         has gathered this layer's weights, and those of the layer before it. A tied head waits for the end. What
@@ -348,7 +348,7 @@ class _Rank:
         return {**states, "gathered": whole, "activations": kept, "temporaries": again}
 
     def in_schedule(self) -> dict[str, float]:
-        """At the beginning of a backward pass, or the end of its first half; with what is gathered."""
+        """Count the begin of a backward pass in the schedule, or the end of its first half, with what is gathered."""
         states, layout = self.states(), self.layout
         each = {stage.index: self._count_stage_bytes(stage) for stage in (*self.stages, *self.copied)}
         if layout.pp > 1 and layout.schedule != "1f1b":
@@ -375,7 +375,7 @@ class _Rank:
         return {**kinds, "activations": moment.held, "temporaries": moment.passing}
 
     def in_first_layers(self) -> dict[str, float]:
-        """The backward of the second layer, whose memory counts where layers keep next to nothing on the device.
+        """Count the backward pass of the second layer, the fullest where layers keep next to nothing on the device.
 
         The gradients of all later layers are there, and the first layer's weights are gathered.
         """
@@ -400,7 +400,9 @@ class _Rank:
         return {**states, "gathered": whole, "activations": kept, "temporaries": again}
 
     def at_head_reduction(self) -> dict[str, float]:
-        """The head's gradient is packed and sent in fewer bits, and all layers still keep their activations."""
+        """Count the moment when the head's gradient is packed and sent in fewer bits, while all layers keep
+        activations.
+        """
         kind, (stage, *more) = self.layout.quantize_gradients, self.stages
         if kind == "none" or more or self.accumulates or not self.reshards or self.job.lora or self.shape.tied:
             return {}
@@ -416,7 +418,7 @@ class _Rank:
         return {**states, "gathered": gathered + self.count_lowered(), "activations": kept, "temporaries": packed}
 
     def end_of_backward(self) -> dict[str, float]:
-        """All gradients, the last ones still whole under FSDP2: the embedding's, or of a tied one all of the ends'."""
+        """Count all gradients, the last ones still whole under FSDP2: the embedding's, or both ends' if it is tied."""
         if not self.habits.fsdp2:
             return {}  # they are there at any moment
         embedding = sum(map(self._count_freed_embedding, self.stages)) if self.layout.pp == 1 else 0.0
@@ -430,7 +432,7 @@ class _Rank:
         return {**self.states(), "gathered": whole, "activations": self.stream, "temporaries": 0.0}
 
     def without_flush(self) -> tuple[dict[str, float], dict[str, float]]:
-        """At the last backward of a step whose successors have begun, and at its end, when gradients are averaged.
+        """Count the last backward of a step whose successors have begun, and its end, when gradients are averaged.
 
         1F1B goes on without an end, so each backward pass begins with as many forwards held as the rank ever has.
         """
@@ -451,7 +453,7 @@ class _Rank:
         )
 
     def _count_averaged(self) -> float:
-        """Sums in fp32 of 16-bit gradients, where data ranks average them without FSDP2: a bucket at a time."""
+        """Return the bytes of fp32 sums of 16-bit gradients, by bucket, if data ranks average without FSDP2."""
         if self.gathers or self.layout.dp == 1 or self.job.lora or self.kept.stored == 4:
             return 0.0
         largest = self.shape.embedding_parameters / self.layout.tp if self.ends else 0.0
@@ -529,7 +531,7 @@ class _Rank:
         )
 
     def count_lowered(self) -> float:
-        """Without data ranks: one 16-bit copy of each matrix, for all micro-batches of a step.
+        """Return the bytes of 16-bit copies. Without data ranks: of each matrix one, for all micro-batches of a step.
 
         With them: copies of the experts that FSDP2 does not gather, from a layer's forward to its backward.
         """
@@ -544,7 +546,7 @@ class _Rank:
         return self.job.width * (layers + head)
 
     def _count_loss(self, stage: Stage) -> float:
-        """Logits, their probabilities and gradients, and the last norm."""
+        """Return the bytes of logits, their probabilities and gradients, and the last norm."""
         if not stage.is_last:
             return 0.0
         each, hidden = self.habits.logit_bytes, self.shape.hidden
@@ -605,7 +607,7 @@ class _Rank:
 
     @property
     def _mask(self) -> float:
-        """Bytes of the mask of queries by keys that all layers are given."""
+        """Return the bytes of the mask of queries by keys that all layers are given."""
         masked = any(
             has_mask(part, self.job.seq, self.job.attention)
             for stage in self.stages
