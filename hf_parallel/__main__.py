@@ -277,7 +277,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def _is_one_of_several() -> bool:
-    """Is this process part of a layout?"""
+    """Return whether this process is part of a layout."""
     activation = sys.modules.get("hf_parallel.hooks.activation")
     return activation is not None and activation.is_active()
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import hf_parallel
-from hf_parallel.apply.parallelize import parallelize
+from hf_parallel.apply.parallelize import parallelize_model
 from hf_parallel.model.anatomy import build_on_meta
 from hf_parallel.planner.dryrun.world import fake_tensors_pass_as_real, materialise_weights
 from hf_parallel.ranks.mesh import ParallelMesh
@@ -119,7 +119,7 @@ def parallel(config: Any, mesh: ParallelMesh, adapt: Any = None) -> Any:
     """The model of a config, parallel, its weights on the meta device; `adapt` puts adapters into it."""
     model = build_on_meta(config).train()
     with mock.patch.object(torch, "empty", functools.partial(_empty, torch.empty)):
-        parallelize(model, mesh=mesh)
+        parallelize_model(model, mesh=mesh)
     if adapt is not None:
         adapt(model)
     return model

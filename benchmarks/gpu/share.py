@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_parallel.apply.parallelize import choose_default_device, parallelize
+from hf_parallel.apply.parallelize import choose_default_device, parallelize_model
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.model.anatomy import build_on_meta
 from hf_parallel.model.calls import note_unread_logits
@@ -70,7 +70,7 @@ def share(config: Any, spec: str, rank: int = 0, dtype: torch.dtype = torch.bflo
     layout, device = layout_of(spec), choose_default_device()
     with pretend_world(rank, layout.world_size):
         model = build_on_meta(config).to(dtype).train()
-        parallelize(model, mesh=ParallelMesh.create(layout, device))
+        parallelize_model(model, mesh=ParallelMesh.create(layout, device))
         materialise_weights(model, device)
         fill(model)
         model._hf_parallel.batches.axes = []  # other ranks, whose batches would be compared, are not there

@@ -231,7 +231,7 @@ def _peak_beside_weights(model: Any, seq: int) -> int:
 
 def overlap(shape: str, spec: str, rows: int, seq: int) -> dict[str, Any]:
     """Of a real layout on two GPUs: how much of its communication is behind compute."""
-    from hf_parallel.apply.parallelize import choose_default_device, parallelize
+    from hf_parallel.apply.parallelize import choose_default_device, parallelize_model
     from hf_parallel.ask.config import ParallelConfig
     from hf_parallel.model.anatomy import build_on_meta
     from hf_parallel.planner.dryrun.world import materialise_weights
@@ -239,7 +239,7 @@ def overlap(shape: str, spec: str, rows: int, seq: int) -> dict[str, Any]:
 
     device = choose_default_device()
     model = build_on_meta(config_of(shape)).to(torch.bfloat16).train()
-    parallelize(model, mesh=ParallelMesh.create(ParallelConfig.parse(spec).resolve(2), device))
+    parallelize_model(model, mesh=ParallelMesh.create(ParallelConfig.parse(spec).resolve(2), device))
     materialise_weights(model, device)
     fill(model)
     return overlapped(_step(model, tokens(rows, seq)))

@@ -4,8 +4,8 @@
     others    wait at a barrier, in another call, or at the end of a callback or of the script; they make the same
               call and go on waiting
 
-Every rank holds a part of the model, so none can call it alone. Rank 0 looks whether the others wait for it only after
-the script has asked who is the main process, so that no other call looks (`ranks/desync.py`).
+Every rank holds a part of the model, so no rank can call it alone. Rank 0 looks whether the others wait for it only
+after the script has asked who is the main process, so that no other call looks (`ranks/desync.py`).
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Call(NamedTuple):
 
 
 def share_calls_of_rank_0(model: nn.Module, device: torch.device) -> int | None:
-    """Let rank 0 call a model while the others wait for it. All ranks call this for the same models in one order.
+    """Let rank 0 call a model while the others wait for it. All ranks call this for the same models in the same order.
 
     Returns:
         The number of the model's calls; None in a dry run.
     """
-    number = take_requests(model, functools.partial(_take_part, device))
+    number = take_requests(model, functools.partial(_make_call_of_rank_0, device))
     if number is None:
         return None
 
@@ -62,7 +62,7 @@ def share_calls_of_rank_0(model: nn.Module, device: torch.device) -> int | None:
 def generate_with_others(
     number: int, device: torch.device, own: Callable, model: nn.Module, *args: Any, **kwargs: Any
 ) -> object:
-    """Generate; where rank 0 does it alone, with those who wait for it.
+    """Generate; if rank 0 does it alone, together with the ranks that wait for it.
 
     Args:
         number: of the model's calls, as `share_calls_of_rank_0` gives it.
@@ -128,7 +128,7 @@ def _send_call(number: int, model: nn.Module, call: Call) -> None:
 
 
 @torch.no_grad()
-def _take_part(device: torch.device, model: nn.Module) -> None:
+def _make_call_of_rank_0(device: torch.device, model: nn.Module) -> None:
     """Make the call that rank 0 makes, with its random numbers, and leave this rank's as they are."""
     if not is_changed_alike(model):
         return  # rank 0 refuses

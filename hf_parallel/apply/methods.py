@@ -33,7 +33,7 @@ from hf_parallel.axes.data.units import (
     iterate_sharded_modules,
 )
 from hf_parallel.axes.data.zero import forget_root, separate_dtypes_at_first, shard_data_parallel
-from hf_parallel.checkpoint import full_state_dict, join_current_save, save_pretrained_model, slices
+from hf_parallel.checkpoint import gather_state_dict, join_current_save, save_pretrained_model, slices
 from hf_parallel.checkpoint.hub_format import list_tied_names
 from hf_parallel.checkpoint.weights import copy_part
 from hf_parallel.model.anatomy import get_backbone_of
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 def replace_methods(
     model: nn.Module, mesh: ParallelMesh, pipeline: PipelineEngine | None, again: Callable[[nn.Module], object]
 ) -> None:
-    """Save whole weights, resize embeddings, generate on ranks that end apart and through a pipeline, copy.
+    """Put methods on the model that save whole weights, resize embeddings, generate and copy under the layout.
 
     Args:
         again: makes another model parallel in the same way.
@@ -62,7 +62,7 @@ def replace_methods(
         share_calls_of_rank_0(model, mesh.device)
         return
     bind(model, "save_pretrained", functools.partial(_save_pretrained, mesh, pipeline))
-    slices.let_ask(model, functools.partial(full_state_dict, mesh=mesh))
+    slices.let_ask(model, functools.partial(gather_state_dict, mesh=mesh))
     let_write_states(model, mesh)
     bind(model, "resize_token_embeddings", resize_token_embeddings)
     bind(model, "__deepcopy__", functools.partial(_copy_model, mesh, again))
@@ -104,7 +104,7 @@ def replace_methods(
 
 
 def bind(model: nn.Module, name: str, replacement: Callable) -> None:
-    """Put a method on the object that looks as that of its class does: scripts read signatures and functions."""
+    """Put a method on the object that looks like its class's method: scripts read signatures and functions."""
 
     def method(self: nn.Module, *args: object, **kwargs: object) -> object:
         return replacement(self, *args, **kwargs)
@@ -117,7 +117,7 @@ def _save_pretrained(
     mesh: ParallelMesh, pipeline: PipelineEngine | None, model: PreTrainedModel, *args: Any, **kwargs: Any
 ) -> None:
     kwargs = bind_by_name(save_pretrained_model, (model, mesh, *args), kwargs)
-    given, gather = kwargs.get("state_dict"), functools.partial(full_state_dict, mesh=mesh)
+    given, gather = kwargs.get("state_dict"), functools.partial(gather_state_dict, mesh=mesh)
     if given is None:
         if slices.is_alone("save_pretrained", model):
             kwargs["state_dict"] = slices.gather_asked(model, gather)
@@ -142,7 +142,7 @@ def _iterate_parameters_of_stage(
 ) -> Iterator[object]:
     """Yield the parameters of this stage; print a line when a script first goes through them after a step.
 
-    A script that freezes them, or gives them to an optimizer or to `clip_grad_norm_`, has what it needs.
+    The line comes late because freezing parameters, an optimizer and `clip_grad_norm_` need this stage's alone.
 
     Raises:
         NotImplementedError: a script's loss has gone through all of them, as for a penalty of weights.
@@ -169,10 +169,10 @@ def _iterate_parameters_of_stage(
 
 @torch.no_grad()
 def _apply_to_model(model: PreTrainedModel, fn: Callable, *args: object, **kwargs: object) -> object:
-    """Cast or move, as `to` and `half` do. FSDP2 keeps memory of the dtype in which it has once gathered weights.
+    """Cast or move, as `to` and `half` do, and drop FSDP2's memory of gathered weights, which has the old dtype.
 
     Raises:
-        NotImplementedError: gradients are being summed, which go with the weights as they are.
+        NotImplementedError: gradients are being summed in the old dtype.
     """
     forget_holders()
     wanted, state = fn(torch.empty((), dtype=model.dtype)).dtype, getattr(model, "_hf_parallel", None)
@@ -204,7 +204,7 @@ def _mark_as_part(model: nn.Module, state_dict: Any, prefix: str, metadata: dict
 def _copy_model(
     mesh: ParallelMesh, again: Callable[[nn.Module], object], model: PreTrainedModel, memo: dict
 ) -> object:
-    """Copy a model, as for a reference model: another one of the same layout and values. Collective."""
+    """Return a copy of a model, such as a reference model, under the same layout. Collective."""
     if hasattr(model, "peft_config") or getattr(model, "is_loaded_in_4bit", False):
         raise NotImplementedError("hf_parallel: a copy of a model with adapters or 4 bits; load it a second time")
     assert_all_ranks("copy.deepcopy")
@@ -236,7 +236,7 @@ def _set_use_kernels(model: PreTrainedModel, use_kernels: bool, *args: object, *
 def _prepare_together(
     kind: type[PreTrainedModel], model: PreTrainedModel, input_ids: torch.Tensor, *args: Any, **kwargs: Any
 ) -> dict[str, object]:
-    """Prepare inputs on ranks whose sequences have ended, which go on in `generate`: all gather weights together.
+    """Prepare inputs of `generate`, also on ranks whose sequences have ended: all ranks gather weights together.
 
     Without a key/value cache transformers lets their masks grow longer than the sequences; cut them.
     """
@@ -343,7 +343,7 @@ def replace_methods_around(model: nn.Module, parts: Mapping[str, PreTrainedModel
             bind(model, name, functools.partial(_save, parts, mesh, method))
     if parts or type(model).load_state_dict is nn.Module.load_state_dict:
         bind(model, "load_state_dict", load_own_parts)
-    slices.let_ask(model, functools.partial(full_state_dict, mesh=mesh))
+    slices.let_ask(model, functools.partial(gather_state_dict, mesh=mesh))
     let_write_states(model, mesh)
     slices.count_changes_from_first_call(model)
 
@@ -358,7 +358,7 @@ def _save(
 ) -> None:
     if "_holds_whole" in model.__dict__:  # one way to save calls the other
         return method(*args, **kwargs)
-    gather = functools.partial(full_state_dict, mesh=mesh)
+    gather = functools.partial(gather_state_dict, mesh=mesh)
     if slices.is_alone("save_pretrained", model):
         with show_whole_module(model, parts, slices.gather_asked(model, gather)):
             return method(*args, **kwargs)

@@ -100,7 +100,7 @@ def list_names_of_other_stages(model: nn.Module) -> set[str]:
 
 
 def _list_names_of_state(model: nn.Module) -> set[str]:
-    """Return the keys of `model.state_dict()`, which lets go of gathered weights in the midst of a call."""
+    """Return the keys of `model.state_dict()`, which itself would free gathered weights during a call."""
     found = {name for name, _ in nn.Module.named_parameters(model, remove_duplicate=False)}
     for prefix, module in model.named_modules(remove_duplicate=False):
         names = module._buffers.keys() - module._non_persistent_buffers_set
@@ -140,7 +140,7 @@ def make_whole(call: str, obj: object) -> tuple[object, bool]:
                 refuse_changes_of_rank_0(model)
         parts.answers[question] = _gather(known, question)
     made: list[object] = []
-    send_from_one(lambda: made.append(parts.replace(obj)))  # what it raises, all raise
+    send_from_one(lambda: made.append(parts.replace(obj)))  # an error is raised on all ranks
     return made[0], not alone
 
 
@@ -161,7 +161,7 @@ def _may_hold_parts(obj: object, of_stages: bool, depth: int = _DEPTH) -> bool:
 
 
 def _answer_questions(known: KnownStates) -> None:
-    """Take part in what rank 0 gathers, until it has all that it writes."""
+    """Take part in what rank 0 gathers, until it has everything that it writes."""
     alone = send_from_one(bool)
     while (question := send_from_one(lambda: None)) is not None:
         if alone and not all(is_changed_alike(model) for _, model, _ in known.iterate_models()):
@@ -198,7 +198,7 @@ class _Names:
         self.removed = name.removesuffix(key) if name.endswith(key) else ""
 
     def to_script(self, name: str) -> str | None:
-        """Return the script's name for a weight of the model, None if it is outside of what the script has."""
+        """Return the script's name for a weight of the model, or None if the script does not have it."""
         return f"{self.added}{name.removeprefix(self.removed)}" if name.startswith(self.removed) else None
 
 
@@ -206,7 +206,7 @@ class _Parts:
     """The parts that an object holds, and the whole states that take their place.
 
     Attributes:
-        answers: by question the whole state; None as long as it is not known, in which time parts stay.
+        answers: by question the whole state; None while it is not known: parts stay until then.
         own: the parts of each model on this rank, by name.
         elsewhere: the names of each model's weights that other stages hold.
     """
@@ -309,7 +309,8 @@ class _Parts:
         """Return what other stages have of a state, under the names that the script gives and in its dtype.
 
         Raises:
-            NotImplementedError: the script has chosen some of this stage's weights; which of the others, none can say.
+            NotImplementedError: the script has chosen some of this stage's weights, which does not tell which of the
+                other stages' to take.
         """
         whole, others = self.answers[Question("model", number)], self.elsewhere[number]
         if whole is None or not others:

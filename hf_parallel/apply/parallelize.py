@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.module import register_module_module_registration_hook
 
-from hf_parallel.apply.late_modules import watch_for_late_modules
 from hf_parallel.apply.methods import (
     check_adapters_inside,
     find_models_inside,
@@ -43,11 +44,12 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Building, Packing, Plan
 from hf_parallel.axes.data.gradients import clip_over_mesh
 from hf_parallel.axes.data.local_step import step_on_local_parts
-from hf_parallel.axes.data.parameters import make_identical
+from hf_parallel.axes.data.parameters import make_identical, send_from_first
 from hf_parallel.axes.pipeline.axis import PIPELINE
 from hf_parallel.axes.pipeline.engine import PipelineEngine
 from hf_parallel.axes.pipeline.stage_runner import Pipelines, pipelines_of
 from hf_parallel.axes.tensor.axis import TENSOR
+from hf_parallel.axes.tensor.layers import PartialGradient
 from hf_parallel.axes.tensor.tensor_parallel import retie
 from hf_parallel.model.anatomy import is_tie_broken, list_transformer_blocks
 from hf_parallel.plans.resolve import read_model, resolve
@@ -61,7 +63,7 @@ if TYPE_CHECKING:
     from hf_parallel.axes.pipeline.part import StageFacts
 
 
-def parallelize(
+def parallelize_model(
     model: nn.Module,
     config: ParallelConfig | str | None = None,
     mesh: ParallelMesh | None = None,
@@ -91,7 +93,12 @@ def parallelize(
         if any(parameter.is_meta for parameter in model.parameters()):
             retie(model)  # a model that is still being loaded ties its weights by name only
         else:
-            _forget_broken_ties(model)
+            # A script may have given the head a weight of its own: keep the ties that hold.
+            ties = getattr(model, "all_tied_weights_keys", None) or {}
+            held = dict(model.named_parameters(remove_duplicate=False))
+            kept = {one: other for one, other in ties.items() if not is_tie_broken(held, one, other)}
+            if len(kept) < len(ties):
+                setattr(model, "all_tied_weights_keys", kept)  # noqa: B010 - of transformers models alone
     anatomy = read_model(model, mesh.config)
     facts = anatomy.facts.get(PIPELINE.name)
     if facts is not None and mesh.config.pipeline_split == MEASURED:
@@ -107,15 +114,6 @@ def parallelize(
     if anatomy.is_transformers:
         refuse_changed_code(cast("PreTrainedModel", model), mesh)
     return model
-
-
-def _forget_broken_ties(model: nn.Module) -> None:
-    """Keep of the ties that a model names those that hold: a script may have given the head a weight of its own."""
-    ties = getattr(model, "all_tied_weights_keys", None) or {}
-    held = dict(model.named_parameters(remove_duplicate=False))
-    kept = {one: other for one, other in ties.items() if not is_tie_broken(held, one, other)}
-    if len(kept) < len(ties):
-        setattr(model, "all_tied_weights_keys", kept)  # noqa: B010 - of transformers models alone
 
 
 def apply(model: nn.Module, plan: Plan, mesh: ParallelMesh, pack: Packing | None = None) -> ParallelState:
@@ -139,7 +137,7 @@ def apply(model: nn.Module, plan: Plan, mesh: ParallelMesh, pack: Packing | None
     keep_compiled_steps_apart()
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
     vars(model).update(_hf_parallel=state, _hf_parallel_tied_keys=tied)
-    replace_methods(model, mesh, pipeline, functools.partial(parallelize, mesh=mesh))
+    replace_methods(model, mesh, pipeline, functools.partial(parallelize_model, mesh=mesh))
     if state.config.sharing_size > 1 or pipeline is not None:
         gathers = root is model and state.config.sharing_size > 1
         model.register_forward_pre_hook(functools.partial(refuse_changed_parameters, root, gathers), prepend=True)
@@ -210,7 +208,7 @@ def _parallelize_around(model: PreTrainedModel, parts: Mapping[str, PreTrainedMo
     """Make the transformers models inside `model` parallel, if they are not yet; return `model` itself."""
     for part in parts.values():
         if state_of(part) is None:
-            parallelize(part, mesh=mesh)
+            parallelize_model(part, mesh=mesh)
     check_adapters_inside(model, parts)
     share_own(model, parts, mesh)
     notes = [note for part in parts.values() for note in part._hf_parallel.notes]
@@ -282,3 +280,59 @@ def gather_parameters_per_rank(model: nn.Module) -> list[int]:
     """Return how many parameters each rank stores, in rank order. Collective."""
     unique = {id(p): p for p in model.parameters()}.values()
     return messages.gather_objects(sum(get_stored(p).numel() for p in unique))
+
+
+# ---- Modules that a script puts into a model after it became parallel: equal on all ranks, or refused
+# Data ranks share them out (`add_late_parameters`), and adapters are placed when they come.
+
+
+def watch_for_late_modules(model: nn.Module, mesh: ParallelMesh, pipeline: PipelineEngine | None) -> None:
+    """Look for modules that have come into `model`, in the first forward pass after any module came anywhere.
+
+    Ranks may have drawn other numbers for them: the first rank of pp and tp sends its own to the others.
+
+    Raises:
+        SpecError: in that forward pass; a module lies where a tp rank sees a part of the tokens or of the columns. And
+            when it comes, if it is another model's, which data ranks share out.
+    """
+    known, changed = weakref.WeakSet(model.modules()), [False]
+    layers, cuts = {id(layer) for layer in list_transformer_blocks(model)}, mesh.size("tp") > 1
+    places = model.named_modules() if cuts else ()
+    guarded = tuple(f"{name}." for name, one in places if id(one) in layers or isinstance(one, PartialGradient))
+
+    def note(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        changed[0] = True
+        inner = child.modules() if child is not None and parent in known and mesh.config.sharing_size > 1 else ()
+        if any(isinstance(one, FSDPModule) and one not in known for one in inner):
+            why = f"another model's weights, which {mesh.config.sharing_size} ranks share out for it alone"
+            refuse(f"{name}, put into a parallel model", why, do="a module of its own, loaded again, works")
+
+    def look(module: nn.Module, args: tuple) -> None:
+        if not changed[0] or pipelines_of(mesh).session is not None:  # the last stage alone
+            return
+        changed[0], named = False, dict(module.named_modules())
+        wrappers = [one for one in named.values() if hasattr(one, "base_layer") or hasattr(one, "modules_to_save")]
+        placed = {id(one) for wrapper in wrappers for one in wrapper.modules()}  # PEFT's, which are placed already
+        late = {name: one for name, one in named.items() if one not in known and id(one) not in placed}
+        known.update(named.values())
+        for name in late:
+            if f"{name}.".startswith(guarded):
+                why = f"tp_size={mesh.size('tp')} has split the layer before, and a rank sees a part of its tokens"
+                refuse(f"{name}, put into a parallel model", why, do="an adapter of PEFT works, and so does tp_size=1")
+        tensors: dict[str, torch.Tensor] = {}
+        for name, one in late.items():
+            own = (*one.named_parameters(recurse=False), *one.named_buffers(recurse=False))
+            tensors |= {f"{name}.{key}": tensor for key, tensor in own}
+        if late and pipeline is not None:  # all stages take the first one's values, whichever computes with them
+            shapes = {name: tensor.shape for name, tensor in tensors.items()}
+            held = messages.gather_objects(shapes, mesh.group_on_host("pp"))
+            common = [t for name, t in tensors.items() if all(there.get(name) == t.shape for there in held)]
+            if mesh.config.sharing_size == 1:
+                send_from_first(common, [mesh.group("pp")], mesh.device)
+            pipeline.late += [tensor for tensor in common if isinstance(tensor, nn.Parameter)]
+        if late and cuts and mesh.config.sharing_size == 1:
+            send_from_first(tensors.values(), [mesh.group("tp")], mesh.device)
+
+    handle = register_module_module_registration_hook(note)
+    weakref.finalize(model, handle.remove)
+    model.register_forward_pre_hook(look, prepend=True)

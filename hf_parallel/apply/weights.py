@@ -36,7 +36,7 @@ from hf_parallel.axes.data.units import WHOLE, get_groups_of, iterate_parameter_
 from hf_parallel.axes.pipeline.stages import StandIn
 from hf_parallel.axes.tensor.layers import TensorParallelLayer
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
-from hf_parallel.checkpoint import full_state_dict as gather_state
+from hf_parallel.checkpoint import gather_state_dict
 from hf_parallel.checkpoint.hub_format import find_tied_parameters
 from hf_parallel.checkpoint.slices import find_local_part, list_axes_and_dims, read_part
 from hf_parallel.model.anatomy import StoredOrder, is_tie_broken
@@ -77,7 +77,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def gather_whole_state(model: nn.Module, mesh: ParallelMesh) -> dict[str, torch.Tensor]:
     """Return what `full_state_dict` returns; all ranks are known to call it."""
-    whole = gather_state(model, mesh)
+    whole = gather_state_dict(model, mesh)
     own = {get_stored(parameter).data_ptr() for parameter in (*model.parameters(), *model.buffers())}
     # One copy for all names of a tied weight.
     copies = {id(tensor): tensor.clone() for tensor in whole.values() if tensor.data_ptr() in own}
@@ -227,14 +227,14 @@ def _iterate_alike(tensor: DTensor) -> Iterator[tuple[bool, StoredOrder | None]]
 
 
 def knows_order(tensor: DTensor) -> bool:
-    """Is it known in which order a tensor stores its rows? It is a parameter's, was computed of it, or is constant."""
+    """Return whether it is known in which order a tensor stores its rows."""
     if not _find_packed_shapes() or is_constant(tensor) or tensor in of_session(_Packed).derived:
         return True
     return any(is_own for is_own, _ in _iterate_alike(tensor))
 
 
 def is_constant(tensor: DTensor) -> bool:
-    """Has a tensor one number alone, as the gradient of a sum has?"""
+    """Return whether all numbers of a tensor are the same, as in the gradient of a sum."""
     return not any(get_stored(tensor).stride()) or tensor in of_session(_Packed).constant
 
 
@@ -342,7 +342,7 @@ def _make_resized_weights(
         names: the embedding's weight, the head's weight and bias, if there are; and what each is tied to, or itself.
     """
     mesh, wanted, whole = model._hf_parallel.mesh, set(names.values()), {}
-    gathered = gather_state(model, mesh, wanted=wanted.__contains__)
+    gathered = gather_state_dict(model, mesh, wanted=wanted.__contains__)
     for name in sorted(wanted):
         described = model.get_parameter(name)
         empty = torch.empty(described.shape, dtype=described.dtype, device=mesh.device)
@@ -469,7 +469,7 @@ def take_exchanged() -> None:
 
 
 def _set_module_parameter(module: nn.Module, name: str, new: nn.Parameter) -> nn.Parameter | None:
-    """Handle `module.name = new`: return the parameter that the module has afterwards, if not `new`."""
+    """Handle `module.name = new`: return the parameter that the module keeps, if it is not `new`."""
     former = module._parameters.get(name)
     if former is None or former.is_meta or new.is_meta:
         return None
@@ -509,14 +509,14 @@ def _set_module_parameter(module: nn.Module, name: str, new: nn.Parameter) -> nn
 
 
 def _refuse_untied(what: str, other: str, model: nn.Module, args: tuple) -> None:
-    """Refuse, before a forward pass, a weight of its own for one of two names that are tied."""
+    """Refuse, before a forward pass, that one of two tied names has got a weight of its own."""
     why = f"ranks hold one parameter for it and {other}, which the config ties"
     refuse(what, why, do="untie and save the model in one process, or call tie_weights() if it shall stay tied")
 
 
 @contextlib.contextmanager
 def note_former_parameters(model: nn.Module) -> Iterator[None]:
-    """Note which parameters the model has no more after what runs inside. None of them is kept alive for it.
+    """Note which parameters the model has lost after what runs inside, and keep none of them alive.
 
     Raises:
         SpecError: a script has hooked the gradient of one of them.
@@ -593,7 +593,7 @@ def _refuse_hook(name: str) -> NoReturn:
 
 
 def refuse_gradients_of_gradients(model: nn.Module, args: tuple, output: object) -> None:
-    """Refuse a backward pass that is to be differentiated again, of which sharded and split layers are not capable."""
+    """Refuse a backward pass that is to be differentiated again: sharded and split layers cannot."""
 
     def refuse_graph(gradient: torch.Tensor) -> None:
         if torch.is_grad_enabled():
@@ -609,7 +609,7 @@ def refuse_gradients_of_gradients(model: nn.Module, args: tuple, output: object)
 
 
 def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    """Refuse, at its first step, an optimizer of parameters that no model trains, which would do nothing."""
+    """Refuse, at its first step, an optimizer of parameters that no model trains: it would do nothing."""
     if optimizer in _checked:
         return
     _checked.add(optimizer)

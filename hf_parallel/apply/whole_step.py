@@ -44,8 +44,8 @@ _PLACES = "_hf_parallel_places"  # where each of its parameters lies: the stored
 
 
 def step_on_whole_tensors() -> None:
-    """From here on optimizers that read whole tensors step on them. A second call changes nothing."""
-    # Each rank would tell that a tensor which is cut along two axes takes two gathers.
+    """Let optimizers that read whole tensors step on whole tensors. A second call changes nothing."""
+    # Else each rank would warn that a tensor which is cut along two axes takes two gathers.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     call_before_steps(_begin_whole_step)
     call_after_steps(_end_whole_step)
@@ -85,9 +85,9 @@ def _end_whole_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def _refuse_in_stages(optimizer: Optimizer) -> None:
-    """Refuse under `pp` what reads several parameters, of which other stages have some.
+    """Refuse under `pp` an optimizer that reads several parameters, of which other stages have some.
 
-    What cannot be tried may be written for stages, as a SAM whose norm is `hf_parallel.clip_grad_norm`: a line tells.
+    One that cannot be tried may be written for stages (a SAM with `hf_parallel.clip_grad_norm`): print a line.
     """
     mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for model in list_parallel_models():
@@ -150,7 +150,7 @@ class WholeStep:
         self._restore_groups()
 
     def take_back(self) -> None:
-        """Leave parameters and states as they were before a step that has failed."""
+        """Restore parameters and states as they were before a step that has failed."""
         for whole in self._wholes:
             self._optimizer.state.pop(whole.tensor, None)
             if whole.slots is not None:

@@ -143,7 +143,7 @@ class Kept:
         return copy, tensor.size(), tensor.stride()
 
     def unpack(self, kept: Packed) -> torch.Tensor:
-        """The tensor again; the first of a layer sets off the copies of the layer before it."""
+        """Return the tensor again; the first of a layer sets off the copies of the layer before it."""
         if isinstance(kept, torch.Tensor):
             return kept
         copy, size, stride = kept
@@ -200,7 +200,7 @@ class Copy:
 
     @property
     def is_whole(self) -> bool:
-        """Has nothing written into the tensor while it was copied?"""
+        """Return whether nothing has written into the tensor while it was copied."""
         return not self.is_torn and (self.leaving is None or self.leaving._version == self.version)
 
     def let_go(self) -> None:
@@ -223,7 +223,7 @@ class Copy:
         self.host.coming.append(self)
 
     def take(self) -> torch.Tensor:
-        """The numbers on the device, for one reader; schedules that take a backward apart read twice."""
+        """Return the numbers on the device, for one reader; schedules that take a backward apart read twice."""
         self.fetch()
         back = self.back
         assert back is not None

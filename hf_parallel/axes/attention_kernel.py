@@ -82,7 +82,7 @@ def _find_missing_feature(name: str, facts: AttentionFacts) -> str | None:
 
 
 def find_what_torch_flash_lacks(facts: AttentionFacts) -> str | None:
-    """Why torch's flash kernels do not compute this model's attention."""
+    """Return why torch's flash kernels do not compute this model's attention; None if they do."""
     if not facts.interface:
         return "this model has an attention of its own"
     if facts.softcap is not None:
@@ -104,7 +104,10 @@ def choose_kernel_for_auto(config: ParallelConfig, facts: AttentionFacts | None)
 
 
 def find_reason_against_torch_flash(facts: AttentionFacts) -> str | None:
-    """Why `auto` leaves the model's own kernel; in the order in which people would look."""
+    """Return why `auto` leaves the model's own kernel; None if it does not.
+
+    The first reason a reader would look for wins.
+    """
     if facts.own not in ("sdpa", "eager"):
         return "the script's own choice"
     lacks = find_what_torch_flash_lacks(facts)

@@ -18,7 +18,7 @@ _WHOLE = 12
 
 
 def find_reason_against_chunks(config: ParallelConfig) -> str | None:
-    """Why a pipeline, its schedule chosen, has whole logits unless it is told otherwise."""
+    """Return why a pipeline with this schedule keeps whole logits unless it is told otherwise; None if it does not."""
     schedule, told = config.pipeline_schedule, config.lean_loss == "true"
     if config.pp_size == 1 or schedule in ONE_WAITS or told:
         return None

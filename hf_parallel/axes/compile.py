@@ -5,8 +5,8 @@ ever. A region of tensor parallelism communicates inside the layer: its collecti
 (`ranks/differentiable.py`). What no graph holds of them is refused with the plan: `TensorPart.why_not_compiled`.
 Experts, whose tokens travel as a router says, run between two graphs: attention and router, and the rest.
 
-`activation_checkpointing=selective` is how the graph of forward and backward is cut in two: `kept_in_graphs.py`;
-`tp_overlap=true` is how its products communicate: `fused_in_graphs.py`.
+`activation_checkpointing=selective` is how the graph of forward and backward is cut in two, and `tp_overlap=true` how
+its products communicate: `graphs.py`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Compile(Axis[None, None]):
         layers, mesh = [layer for _, layers in building.roots for layer in layers], building.mesh
         settings = {}
         if mesh.config.tp_overlap:
-            from hf_parallel.axes.fused_in_graphs import FuseProducts, share_memory
+            from hf_parallel.axes.graphs import FuseProducts, share_memory
 
             share_memory(mesh.group("tp"), mesh.host_group_of_training)
             settings["options"] = {"post_grad_custom_post_pass": FuseProducts()}
@@ -69,7 +69,7 @@ def compile_layers(layers: Iterable[nn.Module], selective: bool, **settings: Any
 
     settings = {"backend": BACKEND, **settings}
     if selective:
-        from hf_parallel.axes.kept_in_graphs import keep_products
+        from hf_parallel.axes.graphs import keep_products
 
         settings = keep_products(settings)
     for layer in layers:

@@ -110,7 +110,7 @@ class Float8:
         self._products = [LinearMMConfig(*sure, ScaledMMConfig(emulated, fast, False, padded)) for padded in (0, 1)]
 
     def compiled(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """A linear that torch.compile can take apart: torchao's own."""
+        """Return a linear that torch.compile can take apart: torchao's own."""
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
         config = dataclasses.replace(self.config, pad_inner_dim=not self.config.emulate)
@@ -187,7 +187,7 @@ class Int8:
         self.rounds_grad_weight = scaling != "rowwise_with_gw_hp"
 
     def compiled(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """A linear that torch.compile can take apart: torchao's own."""
+        """Return a linear that torch.compile can take apart: torchao's own."""
         from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig, int8_mixed_precision
 
         config = Int8MixedPrecisionTrainingConfig(grad_weight=self.rounds_grad_weight)

@@ -31,7 +31,7 @@ class Loss(Axis[str, LossPart]):
     name, key, off = "loss", "lean_loss", "false"
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> str | None:
-        """Why its head and its loss cannot be one; None if they can."""
+        """Return why head and loss of the model cannot be computed together; None if they can."""
         from torch import nn
         from transformers import PreTrainedModel
 

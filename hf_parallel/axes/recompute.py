@@ -57,7 +57,7 @@ class Recompute(Axis[RecomputeFacts, str]):
         return config.recompute_way != "none" or config.activation_offload
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> RecomputeFacts:
-        """Can the model's layers be recomputed?"""
+        """Return whether the model's layers can be recomputed."""
         layers = list_transformer_blocks(model)
         by_layer = bool(layers) and all(hasattr(type(layer), "gradient_checkpointing") for layer in layers)
         supported = bool(getattr(model, "supports_gradient_checkpointing", False))
@@ -193,7 +193,7 @@ ATTENTIONS = ("scaled_dot_product", "flash_attn", "flash_attention", "efficient_
 
 
 def is_kept(operation: OpOverload, arguments: tuple, keywords: dict[str, object]) -> bool:
-    """The policy: is the output of this operation kept?"""
+    """Return whether the output of this operation is kept."""
     name = operation.name().partition("::")[2].partition(".")[0]
     if name in ("mm", "addmm"):
         # LoRA's B is thin: beside a frozen base it would double what is kept, in fp32 even threefold.
@@ -299,5 +299,5 @@ class Part:
         self.numbers[: own.numel()] = own
 
     def whole(self) -> torch.Tensor:
-        """The tensor. Collective."""
+        """Return the whole tensor. Collective."""
         return start_all_gather(self.numbers, self.group).wait().view(-1)[: self.shape.numel()].view(self.shape)

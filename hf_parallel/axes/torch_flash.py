@@ -206,7 +206,7 @@ def make_flash_mask(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> object:
-    """The documents of a batch; of calls with a cache, what scaled-dot-product attention takes."""
+    """Return the documents of a batch; of calls with a cache, what scaled-dot-product attention takes."""
     if kwargs.get("use_vmap"):
         _refuse_call("a mask that the model or script made itself")
     if q_length != kv_length or not (isinstance(q_offset, int) and q_offset == kv_offset == 0):

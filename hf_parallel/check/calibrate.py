@@ -119,13 +119,18 @@ def _measure(device: torch.device, group: dist.ProcessGroup, count: int) -> Meas
         measure = functools.partial(typical, calls=steps) if on_cpu else best
         took = measure(_make_step_probe(device, group, layers, rows, tokens))
         probes.append(({**_PROBE, "layers": layers}, rows, tokens, took))
+    weights = [torch.nn.Parameter(torch.ones(parameters // 8, device=device)) for _ in range(8)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
     return Measured(
         products=products,
         odd=max(1.0, odd),
         attention=_make_attention_probe(device, best),
         bandwidth=3 * buffer / moved,
         kernel_us=best(functools.partial(_launch_chain, start)) / (2 * _CHAIN) * 1e6,
-        update_bytes=40 * parameters / best(_make_update_probe(device, parameters)),
+        update_bytes=40
+        * parameters
+        / best(torch.optim.AdamW(weights, fused=device.type != "cpu").step),  # as Trainer makes it
         all_reduce=[(size, best(_make_all_reduce_probe(device, group, size), _COLLECTIVES)) for size in payloads]
         if count > 1
         else [],
@@ -197,13 +202,6 @@ def _launch_chain(start: torch.Tensor) -> None:
     for _ in range(_CHAIN):
         value = value * 1.0
     value.sum().backward()
-
-
-def _make_update_probe(device: torch.device, parameters: int) -> Callable[[], object]:
-    weights = [torch.nn.Parameter(torch.ones(parameters // 8, device=device)) for _ in range(8)]
-    for weight in weights:
-        weight.grad = torch.ones_like(weight)
-    return torch.optim.AdamW(weights, fused=device.type != "cpu").step  # as Trainer makes it there
 
 
 def _make_all_reduce_probe(device: torch.device, group: dist.ProcessGroup, size: int) -> Callable[[], object]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from hf_parallel.apply.parallelize import clip_grad_norm, parallelize
+from hf_parallel.apply.parallelize import clip_grad_norm, parallelize_model
 from hf_parallel.apply.weights import full_state_dict
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.check.report import FAILED, OK, SKIPPED, Row
@@ -131,7 +131,7 @@ def train_tiny_model(
 
 def train_together(mesh: ParallelMesh, dtype: torch.dtype) -> Trained:
     """Train on all ranks."""
-    model = parallelize(make_tiny_model(mesh.config, dtype), mesh=mesh)
+    model = parallelize_model(make_tiny_model(mesh.config, dtype), mesh=mesh)
     config = model._hf_parallel.config
     losses, norms = train_tiny_model(model, config, mesh.data_rank, mesh.device)
     total = torch.stack(losses)

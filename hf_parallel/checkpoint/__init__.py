@@ -31,7 +31,7 @@ from hf_parallel.checkpoint.saving import (
     start_writer,
 )
 from hf_parallel.checkpoint.weights import (
-    full_state_dict,
+    gather_state_dict,
     list_local_parameters,
     load_weights,
     make_parameter_groups,
@@ -51,7 +51,7 @@ __all__ = [
     "join_current_save",
     "find_damages",
     "find_flaws",
-    "full_state_dict",
+    "gather_state_dict",
     "gather_plain_state",
     "make_save_current",
     "has_manifest",

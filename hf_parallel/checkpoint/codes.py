@@ -75,7 +75,21 @@ def pack_states(optimizer: Optimizer) -> None:
     if hasattr(optimizer, "name2qmap"):
         _pack_states_of_bitsandbytes(optimizer)
     elif type(optimizer).step.__module__.startswith("torchao.optim.") and hasattr(optimizer, "_new_buffer"):
-        _pack_states_of_torchao(optimizer)
+        for parameter, slots in optimizer.state.items():
+            for name, value in slots.items():
+                if not value.ndim:
+                    continue
+                slots[name] = optimizer._new_buffer(parameter, name == "exp_avg")
+                fresh: Any = get_stored(slots[name])
+                values = get_stored(value)
+                if not hasattr(fresh, "qmap"):  # in 32 bits, or in fp8, which rounds what it has rounded to the same
+                    fresh.copy_(values)
+                    continue
+                codes, scale = _encode_values(values, fresh.qmap, fresh.block_size)
+                if codes.numel() > fresh.codes.numel():
+                    codes = codes.flatten()[::2] << 4 | codes.flatten()[1::2]
+                fresh.codes.copy_(codes.view(fresh.codes.shape))
+                fresh.scale.copy_(scale)
 
 
 def count_unlike_blocks(optimizer: Any) -> int:
@@ -93,26 +107,8 @@ def count_unlike_blocks(optimizer: Any) -> int:
 
 
 def holds_codes(tensor: torch.Tensor) -> bool:
-    """Is the part of a tensor that this rank stores one of codes (torchao)?"""
+    """Return whether the part of a tensor that this rank stores consists of codes (torchao)."""
     return type(get_stored(tensor)).__module__.startswith("torchao.optim.")
-
-
-def _pack_states_of_torchao(optimizer: Any) -> None:
-    for parameter, slots in optimizer.state.items():
-        for name, value in slots.items():
-            if not value.ndim:
-                continue
-            slots[name] = optimizer._new_buffer(parameter, name == "exp_avg")
-            fresh: Any = get_stored(slots[name])
-            values = get_stored(value)
-            if not hasattr(fresh, "qmap"):  # in 32 bits, or in fp8, which rounds what it has rounded to the same
-                fresh.copy_(values)
-                continue
-            codes, scale = _encode_values(values, fresh.qmap, fresh.block_size)
-            if codes.numel() > fresh.codes.numel():
-                codes = codes.flatten()[::2] << 4 | codes.flatten()[1::2]
-            fresh.codes.copy_(codes.view(fresh.codes.shape))
-            fresh.scale.copy_(scale)
 
 
 def _pack_states_of_bitsandbytes(optimizer: Any) -> None:

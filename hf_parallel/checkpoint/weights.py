@@ -100,7 +100,7 @@ def taken(tensors: Mapping[str, torch.Tensor], items: Iterable[Item], mesh: Para
     return {entry.name: tensors[entry.name] for item in items for entry in item.held_by(mesh.rank)}
 
 
-def full_state_dict(
+def gather_state_dict(
     model: nn.Module, mesh: ParallelMesh, wanted: Callable[[str], bool] | None = None
 ) -> dict[str, torch.Tensor]:
     """Gather all weights on rank 0's CPU; an empty dict elsewhere. For scripts that ask for it: it needs the memory.

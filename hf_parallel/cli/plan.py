@@ -221,7 +221,7 @@ _OF_ONE_KIND = (
 def _plan_groups(args: argparse.Namespace, model: PretrainedConfig | dict[str, object], mixed: MixedCluster) -> int:
     from hf_parallel.hooks.auto import make_engine_options
     from hf_parallel.planner.mixed import search_groups
-    from hf_parallel.planner.mixed_report import explain_mixed_misfit, show_mixed, write_mixed_specs
+    from hf_parallel.planner.report import explain_mixed_misfit, show_mixed, write_mixed_specs
 
     given = next((name for name in _OF_ONE_KIND if getattr(args, name)), None)
     if given is not None:

@@ -102,11 +102,11 @@ def _check_recipes(args: argparse.Namespace) -> int:
         with waiting(f"checking {name}"):
             verdict = check_recipe(name, dry=not (args.no_dry_run or args.write))
         print(verdict, flush=True)
-        wrong = bool(verdict.wrong) or (args.prove and _prove(load_recipe(name)) != 0) or wrong
+        wrong = bool(verdict.wrong) or (args.prove and _prove_recipe(load_recipe(name)) != 0) or wrong
     return int(wrong)
 
 
-def _prove(recipe: Recipe) -> int:
+def _prove_recipe(recipe: Recipe) -> int:
     """Prove the layout on a small model of the recipe's kind and generated examples; returns prove's exit code."""
     from hf_parallel.cli.recipe_check import shrink_layout
     from hf_parallel.cli.recipe_file import read_shipped_config

@@ -128,12 +128,12 @@ def read_checkpoints(opened: str | None = None) -> None:
 
 
 def is_active() -> bool:
-    """Is this process part of a layout?"""
+    """Return whether this process is part of a layout."""
     return bool(of_session(_InPlace).of_layout)
 
 
 def is_expected() -> bool:
-    """Is it, or will it be as soon as the script shows its model?"""
+    """Return whether a layout is active, or will be as soon as the script shows its model."""
     from hf_parallel.hooks import auto
 
     return is_active() or auto.who_waits() is not None

@@ -72,7 +72,7 @@ _DEFAULT_RANK = 16  # of adapters that the command line asks for without saying 
 
 
 def who_waits() -> str | None:
-    """Who asked for a choice that is not made yet, or None."""
+    """Return who asked for a choice that is not made yet; None if nobody did."""
     waiting = of_session(_Shown).waiting
     return None if waiting is None else waiting.source
 
@@ -107,7 +107,7 @@ def wait(
 
 
 def remember_arguments(arguments: TrainingArguments) -> None:
-    """The TrainingArguments that were made last know the batch."""
+    """Remember the TrainingArguments that were made last: they know the batch."""
     shown = of_session(_Shown)
     if shown.waiting is not None:
         shown.arguments = arguments
@@ -121,10 +121,10 @@ def stop_waiting() -> None:
 
 
 def check_chosen() -> None:
-    """At the end of a script.
+    """Check, at the end of a script, that a layout was chosen.
 
     Raises:
-        SpecError: it never showed a model, so that every process ran it alone.
+        SpecError: the script never showed a model, so every process ran it alone.
     """
     if who_waits() is not None:
         refuse(
@@ -205,10 +205,13 @@ def _describe_model(model: object, lowered: str | None, reader: str | None) -> S
 class Shown(NamedTuple):
     """The model that a script shows first, and what is known of it by then.
 
-    dtype: of the weights; default: what the config says. lowered: what autocast lowers products to: bf16, fp16, no;
-    default: what the script's arguments say. adapters: rank of those that the model has; default: of those that the
-    script is known to add. kernel: of attention, if the script names it. reader: who reads whole logits, which then
-    need room. quantization: of a base that the script loads in 4 bits.
+    Attributes:
+        dtype: of the weights; default: what the config says.
+        lowered: the dtype of products under autocast: bf16, fp16, no; default: what the script's arguments say.
+        adapters: rank of the model's adapters; default: of those that the script is known to add.
+        kernel: of attention, if the script names it.
+        reader: what reads whole logits, which then need memory.
+        quantization: of a base that the script loads in 4 bits.
     """
 
     config: PretrainedConfig
@@ -220,7 +223,7 @@ class Shown(NamedTuple):
     quantization: BitsAndBytesConfig | None = None
 
     def is_planned_in_four_bits(self, precision: str) -> bool:
-        """Does the planner know this base: packed, with products and all else in bf16?"""
+        """Return whether the planner knows this base: packed, with products and all else in bf16."""
         return (
             self.quantization is not None
             and precision == "bf16"
@@ -253,7 +256,7 @@ def choose_layout_here(shown: Shown) -> None:
 
 
 class Chosen(NamedTuple):
-    """A layout, the lines that are said of it, and those of its reasons and of the next two."""
+    """A layout, the lines to say about it, and the lines of its reasons and of the next two layouts."""
 
     spec: str
     said: tuple[str, ...]
@@ -264,7 +267,7 @@ def _find_best(shown: Shown, devices: list[Device]) -> Chosen:
     """Rank the layouts for the script's model and batch on these machines.
 
     Args:
-        devices: of each process. Where those of a kind do not follow each other, no layout by groups is possible, and
+        devices: of each process. If devices of one kind are not consecutive, no layout by groups is possible, and
             the slowest kind and the least memory count for all.
     """
     import torch.distributed as dist
@@ -331,7 +334,7 @@ def _find_best_of_groups(mixed: MixedCluster, batch: ScriptBatch, options: dict[
     from hf_parallel.hooks.trainer import joining
     from hf_parallel.planner.choices import TELLS
     from hf_parallel.planner.mixed import search_groups
-    from hf_parallel.planner.mixed_report import describe_layout, explain_mixed_misfit, list_commands
+    from hf_parallel.planner.report import describe_layout, explain_mixed_misfit, list_commands
     from hf_parallel.ranks.shares import cut_examples
 
     takes, arguments, why = options["accept"], of_session(_Shown).arguments, _find_reason_for_even(options["model"])
@@ -368,7 +371,7 @@ def _find_best_of_groups(mixed: MixedCluster, batch: ScriptBatch, options: dict[
 
 
 def _find_reason_for_even(config: PretrainedConfig) -> str | None:
-    """Return why data ranks must have as many examples, by what the script has shown so far; None: they need not."""
+    """Return why data ranks must have equally many examples, by what the script has shown; None: they need not."""
     import transformers
     from transformers.utils.generic import can_return_loss
 
@@ -402,7 +405,7 @@ def format_choice(found: Found) -> str:
 
 
 def _list_choice_reasons(found: Found, batch: ScriptBatch, reader: str | None) -> Iterator[str]:
-    """Say for what it was chosen, why, and which are the next two."""
+    """Say for which batch the layout was chosen, why, and which are the next two."""
     from hf_parallel.planner.advice import list_reasons
     from hf_parallel.planner.report import format_batch_lines
 
@@ -443,11 +446,11 @@ def plan(
 def make_engine_options(model: object, lora: int, four_bit: bool | BitsAndBytesConfig | None) -> dict[str, Any]:
     """Return what `search` asks of this engine: the layouts that it accepts for a model, and what its adapters keep.
 
-    Of a model's plain numbers it knows neither; of adapters without PEFT it has formulas alone.
+    It knows neither for a model given as plain numbers, and only formulas for adapters without PEFT.
 
     Args:
         lora: rank of adapters; 0: none.
-        four_bit: is the base packed, or how.
+        four_bit: whether the base is packed, or how.
     """
     from importlib.util import find_spec
 
@@ -463,7 +466,7 @@ def make_engine_options(model: object, lora: int, four_bit: bool | BitsAndBytesC
 
 
 def make_acceptance_test(config: PretrainedConfig, pack: Packing | None = None) -> Callable[[ParallelConfig], bool]:
-    """Does the engine take a layout for this model? Asked of a copy on the meta device, as `doctor` does.
+    """Return a test whether the engine takes a layout for this model, on a copy on the meta device, as `doctor` does.
 
     Args:
         pack: packs the base in 4 bits, which some layouts cannot take: `plan_four_bit()`.
@@ -520,7 +523,7 @@ def read_script_batch(
     dtype: torch.dtype | str | None = None,
     lowered: str | None = None,
 ) -> ScriptBatch:
-    """Rows, calls, tokens per row, precision, … of the script: its arguments, else its command line."""
+    """Read rows, calls, tokens per row, precision, … of the script from its arguments, else its command line."""
     from hf_parallel.planner.layout import name_optimizer_of, name_precision_of
 
     argv = sys.argv if argv is None else argv
@@ -554,7 +557,7 @@ def read_script_batch(
 
 
 def _read_option(argv: list[str], name: str, default: T) -> str | T:
-    """`--name value` or `--name=value`; a flag without a value is True."""
+    """Return the value of `--name value` or `--name=value`; True for a flag without a value."""
     for i, word in enumerate(argv):
         key, equals, value = word.partition("=")
         if key.lstrip("-").replace("-", "_") == name and key.startswith("--"):

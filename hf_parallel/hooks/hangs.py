@@ -183,7 +183,7 @@ def mark_batches(batches: Iterator) -> Iterator:
 
 @patch("accelerate.accelerator:Accelerator.end_training", "does not say that a loop is over")
 def end_training(original: Callable, self: Accelerator) -> None:
-    """Nobody watches what follows."""
+    """End the watch of a training."""
     end_loop()
     original(self)
 

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hf_parallel.apply.parallelize import parallelize as make_parallel
-from hf_parallel.apply.parallelize import state_of
+from hf_parallel.apply.parallelize import parallelize_model, state_of
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import refuse
@@ -37,7 +36,7 @@ class InPlace:
     undo_list: list[Undo] = field(default_factory=list)
 
 
-@functools.wraps(make_parallel)
+@functools.wraps(parallelize_model, assigned=("__doc__",))
 def parallelize(
     model: nn.Module,
     config: ParallelConfig | str | None = None,
@@ -61,7 +60,7 @@ def parallelize(
             undo_list.append(apply_when_imported(packages.pop(), _iterate_library_patches("bitsandbytes")))
         # PEFT imports bitsandbytes itself.
         undo_list.append(apply_when_imported("peft", _iterate_library_patches(*packages)))
-    make = functools.partial(make_parallel, config=config, mesh=mesh, pack=pack)
+    make = functools.partial(parallelize_model, config=config, mesh=mesh, pack=pack)
     if hasattr(model, "peft_config") and state_of(model) is None:
         make_parallel_below(model, make)
     else:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.apply.parallelize import parallelize
+from hf_parallel.apply.parallelize import parallelize_model
 from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.adapters.four_bit import FourBit
@@ -77,7 +77,7 @@ def set_parameter(
     *args: object,
     **kwargs: object,
 ) -> None:
-    """Read this rank's part and set it; whether the checkpoint's tensor fits is judged by global shapes."""
+    """Read this rank's part and set it. Global shapes decide whether the checkpoint's tensor fits."""
     name, value, info = target_name, param_value, loading_info
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
@@ -104,7 +104,7 @@ class _Drawing:
 
 @patch("transformers.modeling_utils:PreTrainedModel.initialize_weights", "new heads unequal, stages draw alike")
 def initialize_missing(original: Callable, self: PreTrainedModel) -> None:
-    """Stages draw new weights one after the other, so that each draws what one process would.
+    """Let stages draw new weights one after the other, so that each draws what one process would.
 
     Data ranks, which a script may have seeded each in its own way (`device_specific`), draw as the first of them, and
     then go on from their own random numbers.
@@ -132,7 +132,7 @@ def initialize_missing(original: Callable, self: PreTrainedModel) -> None:
 def initialize_module(
     original: Callable, self: PreTrainedModel, module: nn.Module, *args: object, **kwargs: object
 ) -> None:
-    """New weights, such as a head's, are drawn whole by all ranks, and each keeps its part: of one module at a time.
+    """Draw new weights, such as a head's, whole on all ranks, of which each keeps its part: one module at a time.
 
     What a module draws for those below it (GPT-2's output projections) are parts by then, of which whole ones are
     drawn too (`parts.draw`), but for rows that are whole and stored in another order.
@@ -262,7 +262,7 @@ def from_pretrained(original: Callable, cls: type, *args: object, **kwargs: Any)
 def prepare(
     original: Callable, cls: type, distributed_config: object, *, device_map: object = None, **mesh: object
 ) -> object:
-    """Where to load: this rank's device."""
+    """Choose the device to load to: this rank's."""
     if not isinstance(distributed_config, Requested):
         return original(cls, distributed_config, device_map=device_map, **mesh)  # with a mesh before 5.18
     if isinstance(device_map, str) and device_map in ("balanced", "balanced_low_0", "sequential"):
@@ -296,7 +296,7 @@ def distribute(
     before = set(model.state_dict())
     quantization = distributed_config.quantization
     pack = bitsandbytes.Pack(quantization) if quantization is not None else None
-    parallelize(model, mesh=runtime.mesh(), pack=pack)
+    parallelize_model(model, mesh=runtime.mesh(), pack=pack)
     local = set(model.state_dict())
     if before - local:
         # Names that other stages load are no surprise in the checkpoint, whatever prefix it uses.

@@ -17,7 +17,7 @@ LOOP_READER = "a loop of the script's own may read them"
 
 
 def find_trainer_reader(kind: type, given: dict[str, Any], arguments: Any) -> str | None:
-    """Who reads them in training with a Trainer of this class, given these arguments; None: nobody is known to."""
+    """Return what reads logits in training with a Trainer of this class and these arguments; None if nothing does."""
     if does_keep_no_logits(kind):
         return None
     smooths = bool(getattr(arguments, "label_smoothing_factor", 0))
@@ -39,7 +39,7 @@ def find_script_reader(arguments: Any) -> str | None:
 
 
 def find_reader_before_trainer(kind: type, own_function: bool, smooths: bool) -> str | None:
-    """Who may read logits in training with a Trainer of this class, before there is one.
+    """Return what may read logits in training with a Trainer of this class, before there is one.
 
     Args:
         own_function: is it given a compute_loss_func?
@@ -53,7 +53,7 @@ def find_reader_before_trainer(kind: type, own_function: bool, smooths: bool) ->
 
 
 def has_own_compute_loss(kind: type[Trainer]) -> bool:
-    """Has a class of trainers a `compute_loss` of its own?"""
+    """Return whether a class of trainers has a `compute_loss` of its own."""
     from transformers import Trainer
 
     replaced = getattr(Trainer.compute_loss, "__module__", None) != Trainer.__module__  # by a script, for all classes
@@ -61,5 +61,8 @@ def has_own_compute_loss(kind: type[Trainer]) -> bool:
 
 
 def does_keep_no_logits(kind: type) -> bool:
-    """Is it one of TRL's whose loss never has them whole? Their modules give a model the fused head that they ask."""
+    """Return whether it is one of TRL's whose loss never has logits whole.
+
+    Their modules give a model the fused head that they ask.
+    """
     return kind.__module__.startswith("trl.") and hasattr(sys.modules.get(kind.__module__), "add_fused_lm_head")

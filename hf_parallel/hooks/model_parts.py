@@ -217,7 +217,7 @@ def check_losses(kind: type, args: TrainingArguments) -> None:
 
 
 def _find_reason_not_fused(config: ParallelConfig) -> str | None:
-    """Why head and loss cannot be one kernel, or None if they can."""
+    """Return why head and loss cannot be one kernel; None if they can."""
     if config.tp_size > 1:
         return f"tp_size={config.tp_size} splits the logits"
     if config.cp_size > 1:

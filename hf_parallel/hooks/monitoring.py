@@ -154,7 +154,7 @@ class Watched:
         return reading.figures
 
     def _run(self, reading: Reading, arguments: TrainingArguments) -> dict[str, object]:
-        """The first line of a run's record."""
+        """Return the first line of a run's record."""
         from hf_parallel.monitor import expected
         from hf_parallel.planner.detect import detect
         from hf_parallel.planner.groups import find_machines_of_ranks
@@ -219,7 +219,10 @@ class _Now:
 
 
 def watch_model(model: PreTrainedModel) -> Watched | None:
-    """Who watches this model, from now on if nobody did; None where that is switched off. Collective at first."""
+    """Watch this model from now on, if nobody did; return its watch, or None where that is switched off.
+
+    Collective at first.
+    """
     now = of_session(_Now)
     state = runtime.find_parallel_state(model)
     if state is None or state.config.monitor == "off":
@@ -231,7 +234,7 @@ def watch_model(model: PreTrainedModel) -> Watched | None:
 
 
 def stop_watching() -> None:
-    """Nobody is watched any more."""
+    """Stop watching all models."""
     now = of_session(_Now)
     if now.watched is not None:
         now.watched.session.meter.stop()
@@ -476,7 +479,7 @@ def _end_loop_step(*args: object) -> None:
 
 
 def count_tokens_and_rows(batch: Any, rows: int | None = None) -> tuple[int, int]:
-    """Tokens and rows of a batch; those of prompts, which come as a list, are not known before they are generated."""
+    """Return tokens and rows of a batch. Tokens of prompts, which come as a list, are not known before generation."""
     if not hasattr(batch, "get"):
         return 0, len(batch) if hasattr(batch, "__len__") else 0
     tensors = [value for value in batch.values() if hasattr(value, "shape") and len(value.shape)]

@@ -78,7 +78,7 @@ class Patch:
         return self.library in OPTIONAL or self.module.startswith("transformers.models.")
 
     def owner_and_name(self) -> tuple[object, str]:
-        """The object that holds the attribute, and its name there."""
+        """Return the object that holds the attribute, and its name there."""
         module, _, path = self.target.partition(":")
         *parents, name = path.split(".")
         return functools.reduce(getattr, parents, importlib.import_module(module)), name
@@ -127,7 +127,7 @@ def replace(target: str, why: str, **options: Any) -> Callable[[Callable], Calla
 
 
 def around(function: Callable) -> Callable[[Callable], Callable]:
-    """A maker of replacements that call `function(original, …)`, which take what it takes but for the first."""
+    """Return a maker of replacements that call `function(original, …)`, which take what it takes but for the first."""
     signature = inspect.signature(function)
     taken = signature.replace(parameters=list(signature.parameters.values())[1:])
 
@@ -142,7 +142,7 @@ def around(function: Callable) -> Callable[[Callable], Callable]:
 
 
 def with_first(first: object, target: str, function: Callable, why: str) -> Patch:
-    """A patch by a function that takes an object of its own before the original."""
+    """Return a patch by a function that takes an object of its own before the original."""
     bound = functools.partial(function, first)
     parameters = list(inspect.signature(function).parameters.values())[1:]
     bound.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -227,7 +227,7 @@ def _put_patches_in_place(patches: Iterable[Patch], done: list[Undo]) -> None:
 
 
 def _find_target(patch: Patch) -> Any:
-    """The target as its owner holds it, a descriptor itself, also if it is inherited; None if the patch adds it."""
+    """Return the target as its owner holds or inherits it, a descriptor itself; None if the patch adds it."""
     try:
         owner, name = patch.owner_and_name()
     except (AttributeError, ModuleNotFoundError):
@@ -315,7 +315,7 @@ def undo(done: list[Undo]) -> None:
 
 
 def list_newer_libraries() -> list[str]:
-    """Lines about libraries that every script uses, in versions newer than those the patches were checked on."""
+    """Return lines about libraries that every script uses, in newer versions than the patches were checked on."""
     return [
         f"{library} {read_library_version(library)} is newer than those "
         f"this version was checked on ({first} to {last})"
@@ -348,7 +348,7 @@ def check_torch() -> list[str]:
 
 
 def read_library_version(library: str) -> Version:
-    """The installed one."""
+    """Return the installed one."""
     return Version(importlib.metadata.version({"swift": "ms-swift"}.get(library, library)))
 
 

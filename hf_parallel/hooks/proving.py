@@ -31,8 +31,15 @@ from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import auto, proving_loops, proving_models
 from hf_parallel.hooks.patching import Patch, apply_patches, with_first
-from hf_parallel.prove import guarded, noise
-from hf_parallel.prove.small_run import ACCUMULATION, EXAMPLES, SAVED_AFTER, Enough, Proving
+from hf_parallel.prove.small_run import (
+    ACCUMULATION,
+    EXAMPLES,
+    SAVED_AFTER,
+    Enough,
+    Proving,
+    SumsInAnotherOrder,
+    refuse_writes_outside,
+)
 
 if TYPE_CHECKING:
     from hf_parallel.planner.hardware import Cluster
@@ -64,7 +71,7 @@ def run_script(script: str, is_module: bool, arguments: list[str], proving: Prov
     for patch in (patch for some in patches for patch in some):
         apply_patches([patch])
     proving_models.turn_dropout_off(proving)
-    with noise.SumsInAnotherOrder() if proving.disturbed else contextlib.nullcontext():
+    with SumsInAnotherOrder() if proving.disturbed else contextlib.nullcontext():
         _run(script, is_module, arguments, proving)
     if not proving.done:
         why = "the script trained no model that a layout reaches"
@@ -97,7 +104,7 @@ def _run(script: str, is_module: bool, arguments: list[str], proving: Proving) -
     script, started_in = script if is_module else os.path.abspath(script), os.getcwd()
     os.chdir(proving.out / "work")
     os.environ["PWD"] = os.getcwd()
-    guarded.refuse_writes_outside(proving.out.parent)
+    refuse_writes_outside(proving.out.parent)
     sys.argv = [script, *arguments]
     try:
         if is_module:
@@ -272,7 +279,7 @@ def _set_few_steps(proving: Proving, args: TrainingArguments) -> None:
 
 
 def _take_first_examples(data: Any, count: int) -> Any:
-    """The first examples of a data set, or all of one that has fewer."""
+    """Return the first examples of a data set, or all of one that has fewer."""
     if data is None or count <= 0:
         return data
     if hasattr(data, "take") and not hasattr(data, "__len__"):

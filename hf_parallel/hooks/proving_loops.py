@@ -79,7 +79,7 @@ def _prepare(proving: Proving, original: Callable, self: Accelerator, *args: Any
 
 
 def _is_called_by_trainer() -> bool:
-    """Is this called by a Trainer, which tells of its model itself?"""
+    """Return whether this is called by a Trainer, which tells of its model itself."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "transformers.trainer":

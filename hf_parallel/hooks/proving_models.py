@@ -118,7 +118,7 @@ def _make_small_model(proving: Proving, original: Callable, cls: Any, config: An
 
 
 def _make_small_config(proving: Proving, cls: type[PreTrainedModel], config: Any) -> Any:
-    """The config of a small model of this kind; None where the model itself is small enough."""
+    """Return the config of a small model of this kind; None where the model itself is small enough."""
     with torch.device("meta"):
         whole = cls(config)
     embeddings = None

@@ -133,7 +133,7 @@ def _write_facts(facts: Facts, folder: str) -> None:
 
 
 def describe_run(trainer: Trainer, batches: list, loss: str) -> Facts:
-    """The facts of this run, JSON-ready. Collective."""
+    """Return the facts of this run, JSON-ready. Collective."""
     mesh, model = runtime.mesh(), trainer.model
     state = runtime.find_parallel_state(model)
     per_rank = gather_parameters_per_rank(model)

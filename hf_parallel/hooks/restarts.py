@@ -41,7 +41,7 @@ class Run:
 
 @contextlib.contextmanager
 def hold_own_folder(trainer: Trainer) -> Iterator[Run]:
-    """Nobody else writes to the output folder inside. Collective.
+    """Keep other runs from writing to the output folder inside. Collective.
 
     Raises:
         CheckpointError: another run does.
@@ -81,7 +81,7 @@ def hold_own_folder(trainer: Trainer) -> Iterator[Run]:
 
 
 def is_restart(former: dict, count: int, agents: list[str]) -> bool:
-    """Has a launcher of the folder's last owner started these processes too, after that one?
+    """Return whether a launcher of the folder's last owner started these processes too, after that one.
 
     Its count says so when a rank was lost, but stays 0 when a node has joined: then one of its agents is still there.
     The names of two jobs may be the same, and are where none was given.
@@ -131,7 +131,7 @@ def keep_rows_per_step(trainer: Trainer, rows: int | None, data_ranks: int) -> N
 
 
 def divide_rows(rows: int | None, data_ranks: int, batch: int) -> tuple[int, int] | None:
-    """Rows per micro-step, at most `batch`, and how many micro-steps; None where they do not divide."""
+    """Return the rows per micro-step, at most `batch`, and how many micro-steps; None if they do not divide."""
     if rows is None or rows % data_ranks:
         return None
     share = rows // data_ranks

@@ -94,7 +94,7 @@ class Entry:
         self.on_host = True  # does its `Work` know when it is done?
 
     def done(self) -> bool:
-        """Is it over, as far as is known here?"""
+        """Return whether the collective is over, as far as is known here."""
         if self.work is not None and self.work.is_completed():
             self.work = None
         return self.work is None
@@ -247,8 +247,7 @@ def _classify_file(file: str) -> str:
 
 
 def _find_call_in_progress() -> tuple[str | None, tuple[str, int] | None, bool]:
-    """The innermost module that is being called, or the name that FSDP2 has for it; else the line that calls; is it a
-    backward pass?"""
+    """Return the innermost module being called, else the line that calls, and whether this is a backward pass."""
     frame, place = sys._getframe(3), None
     while frame is not None:
         code = frame.f_code
@@ -283,7 +282,7 @@ def read_stacks() -> dict[str, list[str]]:
 
 
 def is_waiting(thread: int) -> bool:
-    """Is it in code in which a process waits for others?"""
+    """Return whether it is in code in which a process waits for others."""
     frame = sys._current_frames().get(thread)
     return frame is not None and is_waiting_for_others(frame)
 

@@ -48,7 +48,7 @@ class Batch:
 
 
 def expect(shape: ModelShape, config: ParallelConfig, cluster: Cluster, batch: Batch) -> Prediction:
-    """The planner's prediction of a step.
+    """Return the planner's prediction of a step.
 
     Raises:
         SpecError: a batch that the layout's pipeline cannot cut.
@@ -107,7 +107,7 @@ def expect_of_groups(
 
 
 def sum_by_term(kinds: Mapping[str, float]) -> dict[str, float]:
-    """The seconds of a prediction's kinds, by what the monitor measures."""
+    """Return the seconds of a prediction's kinds, by what the monitor measures."""
     found = dict.fromkeys(TERMS, 0.0)
     for kind, seconds in kinds.items():
         found[find_term_of(kind)] += seconds
@@ -147,7 +147,7 @@ def describe_prediction(prediction: Prediction, config: ParallelConfig, batch: B
 
 
 def list_deviations_of_groups(plans: Sequence[GroupPlan], rows: list[RankRow]) -> list[str]:
-    """Lines about the step of the slowest group, which all wait for, and about the memory of each."""
+    """Return lines about the step of the slowest group, for which all wait, and about the memory of each."""
     lines = list[str]()
     for plan in plans:
         own = [rows[rank] for rank in plan.ranks]
@@ -158,7 +158,7 @@ def list_deviations_of_groups(plans: Sequence[GroupPlan], rows: list[RankRow]) -
 
 
 def list_deviations(prediction: Prediction, rows: list[RankRow]) -> list[str]:
-    """Lines about step time and memory that are further from the plan than tolerated, with the term that is off."""
+    """Return lines about step time and memory that are off the plan by more than tolerated, with the term at fault."""
     lines = []
     step, planned = max(row.step for row in rows), prediction.step_time_s
     if planned > 0 and abs(step / planned - 1) > TOLERATED:
@@ -172,7 +172,7 @@ def list_deviations(prediction: Prediction, rows: list[RankRow]) -> list[str]:
 
 
 def list_memory_deviations(prediction: Prediction, rows: list[RankRow]) -> list[str]:
-    """A line about tensors of the fullest rank that are further from the plan than tolerated, if they are."""
+    """Return a line about tensors of the fullest rank that are further from the plan than tolerated, if they are."""
     peak, tensors = max(row.memory_peak for row in rows) / GIB, prediction.allocated_gib
     is_off = tensors > 0 and abs(peak / tensors - 1) > TOLERATED
     if not is_off or abs(peak - tensors) <= UNCOUNTED_GIB:
@@ -207,14 +207,29 @@ class Measured:
 
 
 def calibrated(folder: str, model: PreTrainedModel) -> tuple[Cluster, list[str]]:
-    """The cluster of the record in `folder`, as the run of `model` has found it, and lines that say what was changed.
+    """Return the cluster of the record in `folder`, as the run of `model` found it, and lines about what was changed.
 
     Raises:
         SpecError: no record, or none with a plan and a step after the first ones.
     """
     shape = shape_of(model)
     try:
-        found = _read_measured(folder)
+        lines = session.read_records(folder)
+        runs = [i for i, line in enumerate(lines) if line["kind"] == "run"]
+        last = lines[runs[-1] :] if runs else []
+        plan = last[0]["plan"] if last else None
+        if plan is None:
+            refuse(folder, f"its record has no plan to calibrate ({(last or [{}])[0].get('why_no_plan', 'no run')})")
+        planned = slice(*plan.get("ranks", (None,)))  # of unlike GPUs, those of the slowest kind
+        steps = [[RankRow(**row) for row in line["ranks"][planned]] for line in last if line["kind"] == "metrics"]
+        if not steps:
+            refuse(folder, "its record has no step", do="train a few times logging_steps")
+        warm = steps[1:] or steps  # the first one holds what happens once
+        logs = [measure_terms(ranks) for ranks in warm]
+        values = {name: statistics.median(log[name] for log in logs) for name in TERMS}
+        step = statistics.median(max(rank.step for rank in ranks) for ranks in warm)
+        config = ParallelConfig.parse(plan["spec"])
+        found = Measured(config, Batch(**plan["batch"]), read_cluster(plan["cluster"]), step, values)
     except (AttributeError, KeyError, TypeError) as error:
         refuse(
             folder, "its record is damaged, or of another version", do="train a few times logging_steps", cause=error
@@ -231,27 +246,8 @@ def calibrated(folder: str, model: PreTrainedModel) -> tuple[Cluster, list[str]]
     ]
 
 
-def _read_measured(folder: str) -> Measured:
-    lines = session.read_records(folder)
-    runs = [i for i, line in enumerate(lines) if line["kind"] == "run"]
-    last = lines[runs[-1] :] if runs else []
-    plan = last[0]["plan"] if last else None
-    if plan is None:
-        refuse(folder, f"its record has no plan to calibrate ({(last or [{}])[0].get('why_no_plan', 'no run')})")
-    planned = slice(*plan.get("ranks", (None,)))  # of unlike GPUs, those of the slowest kind
-    steps = [[RankRow(**row) for row in line["ranks"][planned]] for line in last if line["kind"] == "metrics"]
-    if not steps:
-        refuse(folder, "its record has no step", do="train a few times logging_steps")
-    warm = steps[1:] or steps  # the first one holds what happens once
-    logs = [measure_terms(ranks) for ranks in warm]
-    values = {name: statistics.median(log[name] for log in logs) for name in TERMS}
-    step = statistics.median(max(rank.step for rank in ranks) for ranks in warm)
-    config = ParallelConfig.parse(plan["spec"])
-    return Measured(config, Batch(**plan["batch"]), read_cluster(plan["cluster"]), step, values)
-
-
 def read_cluster(saved: dict) -> Cluster:
-    """The cluster of a plan in a record."""
+    """Return the cluster of a plan in a record."""
     gpu = saved["gpu"]
     parts = {"efficiency": Efficiency(**gpu["efficiency"]), "host": Host(**gpu["host"])}
     gpu = Gpu(**{**gpu, **parts, "capability": tuple(gpu["capability"])})

@@ -142,7 +142,7 @@ class Search:
 
 
 def is_bad(value: object) -> bool:
-    """Is a number in it not finite? Waits for the device."""
+    """Return whether a number in it is not finite. Waits for the device."""
     if not torch.is_tensor(value) or not value.is_floating_point() or value.is_meta:
         return False
     return not bool(torch.isfinite(get_stored(value.detach())).all())  # a checkpointed layer counts what it saves
@@ -152,7 +152,7 @@ def is_bad(value: object) -> bool:
 
 
 def format_findings(findings: dict[int, Finding | None], micro_batches: int, step: int) -> str:
-    """Where it comes from, by rank."""
+    """Say where the first bad number comes from, by rank."""
     own = {rank: found for rank, found in findings.items() if found is not None}
     if not own:
         return "no module gave it when the step was computed once more"

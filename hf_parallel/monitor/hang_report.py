@@ -41,7 +41,7 @@ def format_hang(facts: dict[int, Facts]) -> str:
 
 
 def format_states_of_ranks(of_these: dict[int, Facts], facts: dict[int, Facts]) -> str:
-    """Ranks that wait first, those that they wait for after them."""
+    """Return the ranks that wait first, those that they wait for after them."""
     texts: dict[tuple[bool, str, str], list[int]] = {}
     for rank in sorted(of_these):
         texts.setdefault(_state(rank, facts), []).append(rank)
@@ -50,7 +50,7 @@ def format_states_of_ranks(of_these: dict[int, Facts], facts: dict[int, Facts]) 
 
 
 def _state(rank: int, facts: dict[int, Facts]) -> tuple[bool, str, str]:
-    """Does it wait, and that in words for one rank and for several."""
+    """Return whether a rank waits, and its state in words for one rank and for several."""
     own = facts[rank]
     if own.get("absent"):
         return False, f"{own['absent']}", f"{own['absent']}"
@@ -67,7 +67,7 @@ def _state(rank: int, facts: dict[int, Facts]) -> tuple[bool, str, str]:
 
 
 def find_waited_for(own: Facts) -> Facts | None:
-    """The collective in which a rank waits, if it does."""
+    """Return the collective in which a rank waits, if it does."""
     return own["pending"][0] if own.get("waits") and own.get("pending") else None
 
 
@@ -101,7 +101,7 @@ def list_missing_ranks(rank: int, facts: dict[int, Facts]) -> list[int]:
 
 
 def describe_mismatch(facts: dict[int, Facts]) -> str | None:
-    """The first collective in which ranks of a group differ, in a group in which somebody waits."""
+    """Return the first collective in which ranks of a group differ, in a group in which somebody waits."""
     waiting = {entry["group"] for own in facts.values() if (entry := find_waited_for(own)) is not None}
     if any(own.get("error") for own in facts.values()):  # it may have been raised by such a one
         waiting |= {group for own in facts.values() for group in own.get("groups", {})}
@@ -132,7 +132,7 @@ def describe_mismatch(facts: dict[int, Facts]) -> str | None:
 
 
 def _sort_by_kind(entries: dict[int, Facts]) -> dict[tuple, list[int]]:
-    """The different things that ranks do under one number, those of most ranks first."""
+    """Return the different things that ranks do under one number, those of most ranks first."""
     found: dict[tuple, list[int]] = {}
     for rank, entry in entries.items():
         shape = None if entry["operation"] in _UNEVEN else (tuple(entry["shape"] or ()), entry["dtype"])
@@ -148,7 +148,7 @@ def _with_shape(entry: Facts) -> str:
 
 
 def find_circle(facts: dict[int, Facts]) -> list[int]:
-    """Ranks each of which waits for the next, and the last one for the first."""
+    """Return the ranks each of which waits for the next, and the last one for the first."""
     after = {rank: list_missing_ranks(rank, facts) for rank in facts}
     for start in sorted(after):
         path = [start]

@@ -153,7 +153,7 @@ class GradientNoise:
 
     @property
     def is_new(self) -> bool:
-        """Has no step been seen yet?"""
+        """Return whether no step has been seen yet."""
         return not self._steps and self.scale.estimate is None and not self.left_out
 
     def begin_step(self) -> None:

@@ -166,7 +166,7 @@ def _plot(name: str, high: float) -> Iterator[_Drawing]:
 
 
 def _shorten_text(text: str) -> str:
-    """Not too long."""
+    """Cut a text that is too long."""
     return text if len(text) <= 32 else text[:31] + "…"
 
 

@@ -113,7 +113,7 @@ class Slow:
     step: float
 
     def sentence(self, host: str, shares_evenly: bool = False) -> str:
-        """The line for people.
+        """Return the line for people.
 
         Args:
             shares_evenly: several data ranks have as many examples each, so that this one could have fewer.
@@ -139,7 +139,7 @@ class Stragglers:
     _said: tuple[int, str] | None = None
 
     def look(self, rows: list[RankRow]) -> Slow | None:
-        """The rank to name now; the same on all ranks."""
+        """Return the rank to name now; the same on all ranks."""
         clear: dict[tuple[int, str], Slow] = {}
         for rank, row in enumerate(rows if len(rows) > 1 else ()):
             for kind in _KINDS:
@@ -159,7 +159,7 @@ class Stragglers:
         return None if self._said == said else found
 
     def _find_usual(self, rows: list[RankRow], rank: int, kind: str) -> tuple[float, bool]:
-        """The median of those it is compared with, and is there nobody who does the same?"""
+        """Return the median of the ranks it is compared with, and whether nobody does the same work."""
         others = [i for i in range(len(rows)) if i != rank]
         peers = [i for i in others if kind == "data" or self.stages[i] == self.stages[rank]]
         return statistics.median(getattr(rows[i], kind) for i in peers or others), not peers
@@ -217,7 +217,7 @@ class Session:
             return None
 
     def read(self) -> Reading | None:
-        """The steps since the last reading; None if there were none. Collective over all ranks."""
+        """Return the steps since the last reading; None if there were none. Collective over all ranks."""
         window = self.meter.take()
         self.meter.waits.axes = list_known_groups(self.state)  # groups may have been made since
         rows = gather_rows(make_own_row(window, self.mesh.device), self.mesh.device)
@@ -245,7 +245,7 @@ class Session:
 
 
 def list_known_groups(state: ParallelState) -> dict[str, str]:
-    """The process groups of several ranks, by name: their axis, or `ALL` of those that hold every rank."""
+    """Return the process groups of several ranks, by name: their axis, or `ALL` of those that hold every rank."""
     known, found = name_groups(state), dict[str, str]()
     for group, name in dist.distributed_c10d._world.pg_names.items():
         size = dist.get_world_size(group) if isinstance(group, dist.ProcessGroup) else 1

@@ -44,11 +44,11 @@ class HostClock:
         self._thread = threading.get_ident()
 
     def is_here(self, axis: str) -> bool:
-        """Does what runs now let the computation wait? Threads beside it have groups of their own."""
+        """Return whether what runs now lets the computation wait. Threads beside it have groups of their own."""
         return threading.get_ident() == self._thread
 
     def is_past(self, mark: float) -> bool:
-        """Can this mark be read?"""
+        """Return whether this mark can be read."""
         return True
 
     def seconds(self, begin: float, end: float) -> float:
@@ -74,7 +74,7 @@ class DeviceClock:
         self._thread = threading.get_ident()
 
     def is_here(self, axis: str) -> bool:
-        """Collectives in streams of their own let nobody wait: the wait for them does.
+        """Return whether what runs now lets the computation wait. A collective in a stream of its own does not.
 
         Backward passes have threads of their own; so have those beside the training, which talk to all ranks.
         """
@@ -83,13 +83,13 @@ class DeviceClock:
         return torch.accelerator.current_stream(self.device) == self._stream
 
     def mark(self) -> Mark:
-        """An event where the stream is now."""
+        """Return an event where the stream is now."""
         event = self._free.pop() if self._free else torch.Event(device=self.device, enable_timing=True)
         event.record(self._stream)
         return event
 
     def is_past(self, mark: Mark) -> bool:
-        """Is the device past it?"""
+        """Return whether the device is past it."""
         return mark.query()
 
     def seconds(self, begin: Mark, end: Mark) -> float:

@@ -81,7 +81,7 @@ class Planned:
 
 
 def has_mask(attention: Attention, seq: int, kind: str) -> bool:
-    """Does sdpa get a mask of queries by keys? Without one it takes a flash kernel."""
+    """Return whether sdpa gets a mask of queries by keys. Without one it takes a flash kernel."""
     return kind == MASKED or (kind == SDPA and attention.window is not None and attention.window < seq)
 
 
@@ -213,12 +213,12 @@ def count_parts(term: Term, layout: Layout) -> int:
 
 
 def _sum_kept_bytes(terms: Iterable[Term], layout: Layout, job: Job) -> float:
-    """Bytes per token of all terms on one rank."""
+    """Return the bytes per token of all terms on one rank."""
     return sum((term.bytes + term.squared * job.seq) / count_parts(term, layout) for term in terms)
 
 
 def count_kept_beside_flash(block: Block, layout: Layout, job: Job) -> float:
-    """Bytes per token that a job's kernel keeps of a block, and flash attention does not."""
+    """Return the bytes per token that a job's kernel keeps of a block, and flash attention does not."""
     return _sum_kept_bytes(_list_terms_beside_flash(block, job), layout, job) if job.attention != FLASH else 0.0
 
 
@@ -236,7 +236,7 @@ def _list_terms_beside_flash(block: Block, job: Job) -> list[Term]:
 
 
 def count_score_gradients(block: Block, hidden: int, layout: Layout, job: Job) -> float:
-    """Bytes per token, beyond what the layer keeps, while an eager layer's scores have gradients.
+    """Return the bytes per token, beyond what the layer keeps, while an eager layer's scores have gradients.
 
     They are in 32 bits and in those of the products (measured); the layer's MLP is done by then.
     """
@@ -251,7 +251,7 @@ def count_score_gradients(block: Block, hidden: int, layout: Layout, job: Job) -
 
 @functools.lru_cache(maxsize=4096)
 def count_kept_bytes(block: Block, hidden: int, layout: Layout, job: Job) -> float:
-    """Bytes per token that a rank keeps of one block, on average: as counted from the model, else by formula."""
+    """Return the bytes per token that a rank keeps of one block on average: counted from the model, or by formula."""
     if job.recompute.startswith("every:"):
         checkpointed, plain = (
             count_kept_bytes(block, hidden, layout, replace(job, recompute=way)) for way in ("full", "none")
@@ -286,7 +286,7 @@ def count_offloaded_bytes(block: Block, hidden: int, layout: Layout, job: Job) -
 
 
 def _count_all_products(block: Block, hidden: int, layout: Layout, job: Job) -> float:
-    """The block's input, what attention gives, and outputs of products: of row-parallel ones after their sum.
+    """Return the block's input, what attention gives, and outputs of products: of row-parallel ones after their sum.
 
     With queries, keys and values that ranks have sent each other to share heads, and products of adapters.
     """
@@ -303,7 +303,7 @@ def _count_all_products(block: Block, hidden: int, layout: Layout, job: Job) -> 
 
 
 def _count_routed_bytes(block: Block, hidden: int, layout: Layout, job: Job) -> float:
-    """Bytes per token of one copy of it for each of its experts, as Transformers makes them; else not known, 0."""
+    """Return the bytes per token of a copy for each of its experts, as Transformers makes them; 0 if not known."""
     if job.habits.fused:
         return 0.0
     return job.width * block.top_k * hidden / (layout.tp if layout.ep > 1 else layout.stream_parts)
@@ -394,19 +394,19 @@ def _count_by_formula(block: Block, hidden: int, layout: Layout, job: Job) -> fl
 
 
 def name_counted_as(precision: str, lora: int | bool) -> str:
-    """The name under which a block knows what it keeps."""
+    """Return the name under which a block knows what it keeps."""
     return f"{precision}, adapters" if lora else precision
 
 
 def count_output_numbers(block: Block, hidden: int, layout: Layout) -> float:
-    """Numbers per token of all outputs of a block's products and of its two norms, on one rank."""
+    """Return the numbers per token of all outputs of a block's products and of its two norms, on one rank."""
     column = sum(m.outputs * m.count * m.share for m in block.matrices if m.split != "row")
     rows = sum(1 for m in block.matrices if m.split == "row")
     return column / layout.tp + (rows + 2) * hidden / layout.stream_parts
 
 
 def count_lowered_parameters(block: Block, layout: Layout) -> float:
-    """Weights of a block that one rank holds a 16-bit copy of; grouped products of experts have none."""
+    """Return the weights of a block that one rank holds a 16-bit copy of; grouped products of experts have none."""
     lowered = [m for m in block.matrices if m.split != "expert"]
     return sum(m.parameters / (1 if m.split == "whole" else layout.tp) for m in lowered)
 
@@ -441,7 +441,7 @@ class Moment(NamedTuple):
 
 
 def find_fullest_moment(actions: Iterable[Action], stages: dict[int, StageBytes]) -> Moment:
-    """When a rank needs most.
+    """Find the moment at which a rank needs most.
 
     A backward in one piece frees a stage's activations as it goes. Of one in two halves (Qi et al., 2023) the first
     frees nothing, since the graph is needed once more, and leaves the gradient of every output beside it.

@@ -117,7 +117,7 @@ class Gpu:
 
     @property
     def is_of_amd(self) -> bool:
-        """Does RCCL, and not NCCL, join GPUs of this type?"""
+        """Return whether RCCL, and not NCCL, joins GPUs of this type."""
         return "infinity-fabric" in self.scale_up
 
     def peak(self, precision: str) -> float:

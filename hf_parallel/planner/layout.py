@@ -274,7 +274,7 @@ class Job:
 
     @property
     def autocast(self) -> bool:
-        """Are weights stored in fp32 and lowered for each product by torch.autocast?"""
+        """Return whether weights are stored in fp32 and lowered for each product by torch.autocast."""
         return self.precision == "mixed" or (self.precision == "fp16" and not self.habits.master_weights)
 
     @property
@@ -290,7 +290,7 @@ class Job:
 
     @property
     def gathers_codes(self) -> bool:
-        """Are tokens gathered over tp in the 8 bits that products read?"""
+        """Return whether tokens are gathered over tp in the 8 bits that products read."""
         return self.habits.gathers_codes and self.products == "fp8" and self.eight_bit_scaling == "tensorwise"
 
     @property

@@ -1,4 +1,4 @@
-"""Every collective of a training step: axis, kind, payload, number, and what it can run behind.
+"""Every collective of a training step: axis, kind, payload, number, and the computation it can run behind.
 
 One entry yields both the bytes that a rank sends and the seconds that it takes, so that the two cannot disagree.
 They are:
@@ -157,10 +157,11 @@ def count_expert_shards(layout: Layout) -> int:
 
 
 def _group(axis: str, size: int, stride: int, cluster: Cluster) -> Group:
-    """Ranks of one group in one node drive that node's adapters together; pp sends from one rank to one.
+    """Return a group's slowest link and a rank's share of it: its ranks in a node drive the adapters together.
 
-    The more nodes a ring spans, the more switches its flows share with others (Gangidi et al., 2024, "RDMA over
-    Ethernet for distributed AI training at Meta scale", SIGCOMM, section 4: collisions of flows between switches).
+    Under pp one rank sends to one. The more nodes a ring spans, the more switches its flows share with others (Gangidi
+    et al., 2024, "RDMA over Ethernet for distributed AI training at Meta scale", SIGCOMM, section 4: collisions of
+    flows between switches).
     """
     efficiency = cluster.gpu.efficiency
     inside = Group(axis, size, cluster.inside, cluster.inside.bandwidth * efficiency.link)
@@ -237,8 +238,8 @@ def end_transfers(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> l
 def step_transfers(stages: list[Stage], layout: Layout, job: Job, cluster: Cluster) -> list[Transfer]:
     """Return what the rank that holds `stages` sends once per step, or once per call of a pipeline's schedule.
 
-    Gradients and updated weights of all parameters, as far as `_Sends.zero` does not send them. And what stages send:
-    activations and gradients to neighbours, the loss to all ranks, a tied embedding's gradient to both ends.
+    These are gradients and updated weights that `_Sends.zero` does not send, and what stages send: activations and
+    gradients to neighbours, the loss to all ranks, a tied embedding's gradient to both ends.
     """
     shape, cut = stages[0].shape, layout.tp_and_columns
     sends = _Sends(shape.hidden, layout, job, cluster)
@@ -272,7 +273,7 @@ def step_transfers(stages: list[Stage], layout: Layout, job: Job, cluster: Clust
 def count_regions(block: Block, layout: Layout) -> int:
     """Return how many regions of tensor parallelism a layer has: attention and MLP.
 
-    Under ep experts alone are none: their tokens travel from the tp ranks that hold them.
+    Under ep experts by themselves are no region: their tokens travel from the tp ranks that hold them.
     """
     travel = layout.ep > 1 and layout.sequence_parallel and block.top_k > 0
     return 1 if travel and sum(matrix.split == "row" for matrix in block.matrices) == 1 else 2
@@ -328,7 +329,7 @@ class _Sends:
     # ---- tensor parallelism --------------------------------------------------------------------------------------
 
     def regions(self, block: Block) -> Iterator[Transfer]:
-        """Attention and MLP: inputs and their gradients in the stream's dtype or the products', outputs in these'.
+        """Yield what attention and MLP send: inputs and their gradients, and outputs in the dtype of products.
 
         Experts are not on a grid.
         """
@@ -503,7 +504,8 @@ class _Sends:
     # ---- context, experts ----------------------------------------------------------------------------------------
 
     def context(self, block: Block) -> Iterator[Transfer]:
-        """A ring moves keys and values, backward also their gradients; Ulysses what attention reads and writes.
+        """Yield what `cp` sends: a ring keys and values, backward also their gradients; Ulysses what attention reads
+        and writes.
 
         Ulysses exchanges 4 N h / P numbers where all heads are alike, and all but the outputs again where a layer is
         recomputed, which is given what attention gave. In a hybrid a ring has the keys of a part of the heads. What
@@ -552,7 +554,7 @@ class _Sends:
     def zero(
         self, weights: float, gradients: float, group: str, kept: bool = False, exact: float = 0.0
     ) -> Iterator[Transfer]:
-        """ZeRO-3 gathers weights in each pass, FSDP2 at stages 1 and 2 for a step, in a pipeline for a schedule.
+        """Yield ZeRO's transfers: stage 3 gathers weights in each pass, 1 and 2 once per step or run of a schedule.
 
         Those of the ends (`kept`) FSDP2 gathers once: an embedding's backward needs none, and a head's comes at once.
         `exact`: bytes that are never quantised.
@@ -581,7 +583,7 @@ class _Sends:
         yield Transfer(axis, "all_gather", size, count, self.links["within"], what, when, behind)
 
     def scatter(self, size: float, count: float, group: str, when: str, behind: str) -> Iterator[Transfer]:
-        """Quantised gradients are exchanged and then summed, in two hops where shards are hierarchical."""
+        """Reduce gradients; quantised ones are exchanged and then summed, in two hops if shards are hierarchical."""
         axis, inside = self.data_axis, self.layout.hierarchical_shard
         if self.layout.quantize_gradients == "none":
             yield Transfer(axis, "reduce_scatter", size, count, self.links[group], "gradients", when, behind)

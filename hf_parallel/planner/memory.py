@@ -76,7 +76,7 @@ FRAGMENTATION = 0.35  # of activations, temporaries and gathered weights: held b
 class RankMemory:
     """Bytes of one pipeline rank by kind, at the peak of a step.
 
-    `slack`: what the allocator holds beyond what is in use. It gives that back before it fails.
+    `slack`: what the allocator holds beyond what is in use, and gives back before it fails.
     """
 
     rank: int
@@ -99,14 +99,14 @@ class RankMemory:
 
 
 def predict_memory_of_ranks(stages: tuple[Stage, ...], layout: Layout, job: Job) -> list[RankMemory]:
-    """The peak of every pipeline rank."""
+    """Return the peak of every pipeline rank."""
     return [rank_memory(mine, layout, job, rank) for rank, mine in enumerate(group_stages_by_rank(stages, layout))]
 
 
 def predict_fullest_rank(stages: tuple[Stage, ...], layout: Layout, job: Job, enough: float = math.inf) -> RankMemory:
-    """The peak of the rank that needs most. Under 1F1B it is the first of those whose stages are alike.
+    """Return the peak of the rank that needs most. Under 1F1B it is the first of those whose stages are alike.
 
-    That rank holds as many forwards as they, or more; a search has thousands of layouts to reject.
+    That rank holds at least as many forwards as they do. This is fast: a search rejects thousands of layouts.
 
     Args:
         enough: bytes; the first moment of any rank that needs more is returned as it is.
@@ -121,9 +121,9 @@ def predict_fullest_rank(stages: tuple[Stage, ...], layout: Layout, job: Job, en
 
 
 def count_fewest_bytes(stages: tuple[Stage, ...], layout: Layout, job: Job) -> float:
-    """Return the bytes that the fullest rank needs whatever its micro-batches are, and however much it recomputes.
+    """Return the bytes that the fullest rank needs at least, for any micro-batches and any recomputation.
 
-    Activations are left out: in a schedule what is gathered counts, at its end a pipeline's whole gradients.
+    Activations are left out. In a schedule gathered weights count, at its end a pipeline's whole gradients.
     """
     found = []
     for mine in dict.fromkeys(map(tuple, group_stages_by_rank(stages, layout))):  # few differ
@@ -137,12 +137,12 @@ def count_fewest_bytes(stages: tuple[Stage, ...], layout: Layout, job: Job) -> f
 
 
 def find_fullest(memories: list[RankMemory]) -> RankMemory:
-    """The rank that needs most."""
+    """Return the rank that needs most."""
     return max(memories, key=lambda memory: memory.needed)
 
 
 def rank_memory(stages: list[Stage], layout: Layout, job: Job, rank: int, enough: float = math.inf) -> RankMemory:
-    """Memory of the pipeline rank that holds `stages`; `enough` as in `predict_fullest_rank`."""
+    """Return the memory of the pipeline rank that holds `stages`; `enough` as in `predict_fullest_rank`."""
     mine = _Rank(stages, layout, job, rank)
     mine.copied = list_mirrored_stages(stages, layout, job)
     outside, flushed = mine.count_outside(), layout.schedule not in DELAYED_SCHEDULES
@@ -218,7 +218,7 @@ class _Rank:
     # ---- states --------------------------------------------------------------------------------------------------
 
     def count_outside(self) -> dict[str, float]:
-        """Bytes by kind beside those of a step's own tensors."""
+        """Return the bytes by kind beside those of a step's own tensors."""
         layout, habits = self.layout, self.habits
         axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.dp, layout.cp, layout.ep))
         buckets = habits.bucket_gib if layout.zero_stage in (1, 2) and layout.dp > 1 else 0.0
@@ -227,7 +227,7 @@ class _Rank:
         return {**outside, "curvature": self.curvature()} if layout.fills_bubbles else outside
 
     def states(self) -> dict[str, float]:
-        """Weights, gradients after they are reduced, and what the optimizer keeps."""
+        """Return the bytes of weights, of gradients after they are reduced, and of what the optimizer keeps."""
         stage = 3 if self.habits.fsdp2 and self.layout.zero_stage else self.layout.zero_stage
         per, adapter = state_bytes(self.kept, self.layout.zero_stage), count_adapter_bytes(self.kept)
         each = (
@@ -242,7 +242,7 @@ class _Rank:
         return found
 
     def count_gradients(self, stage: Stage) -> float:
-        """Whole gradients of a stage."""
+        """Return the bytes of whole gradients of a stage."""
         if self.job.lora:
             return ADAPTER_WIDTH * stage.adapters(self.job.lora, *self.layout.tp_and_columns)
         experts = stage.experts(self.layout.expert_split)
@@ -250,14 +250,14 @@ class _Rank:
         return self.summed * stage.dense(*self.layout.tp_and_columns) + of_experts
 
     def _count_sums(self, gradients: float) -> float:
-        """Bytes of gradients while micro-batches add to them: those that are reduced each time are summed in fp32."""
+        """Return the bytes of gradients while micro-batches add to them; sums over ranks each time are in fp32."""
         if self.job.lora or not self.layout.reduces_each:
             return gradients
         own = min(gradients, self.kept.stored * self.experts) if self.alone else 0.0
         return own + self.summed / self.kept.stored * (gradients - own)
 
     def count_gathered(self) -> float:
-        """Whole weights: those of the layers at work and of the ends, or all."""
+        """Return the bytes of whole weights: of the layers at work and the ends, or of all."""
         if not self.gathers or self.in_place:
             return 0.0
         if not self.reshards:
@@ -272,22 +272,22 @@ class _Rank:
         return gathered + adapters + reduced + self._count_kept_nearby()
 
     def _count_packed(self, stage: Stage) -> float:
-        """Numbers of a stage that are in 4 bits."""
+        """Return the numbers of a stage that are in 4 bits."""
         return sum(count * count_packed_parameters(block, self.layout, self.job) for block, count in stage.counts)
 
     def _count_layer_bytes(self, alone: Stage) -> float:
-        """Bytes of a layer's whole weights."""
+        """Return the bytes of a layer's whole weights."""
         numbers = alone.dense(*self.layout.tp_and_columns)
         numbers += alone.experts(self.layout.expert_split) * (not self.alone)
         return self.width * numbers - self.narrower * self._count_packed(alone)
 
     def _count_freed_embedding(self, stage: Stage) -> float:
-        """Numbers of an embedding that nothing needs after the forward: FSDP2 has it in a group of its own."""
+        """Return the numbers of an embedding that nothing needs after the forward: FSDP2 gives it its own group."""
         alone = self.habits.fsdp2 and stage.is_first and not self.shape.tied
         return self.shape.embedding_parameters / self.layout.tp if alone else 0.0
 
     def _count_kept_nearby(self) -> float:
-        """Weights of the layers that a group of hierarchical shards holds among its ranks, as they were gathered."""
+        """Return the weights of the layers that a group of hierarchical shards keeps among its ranks, as gathered."""
         if self.layout.hierarchical_shard == 1:
             return 0.0
         width = CODE_BYTES.get(self.layout.quantize_weights, self.width)
@@ -310,7 +310,7 @@ class _Rank:
         yield from (self.in_layer(block, done) for block, _ in kinds for done in places)
 
     def in_layer(self, block: Block, done: int) -> dict[str, float]:
-        """The backward of a layer after that of `done` layers, while what follows it is being reduced.
+        """Count a layer's backward pass after that of `done` layers, while gradients behind it are being reduced.
 
         FSDP2 holds what a reduce-scatter sends, in the sums' dtype, until the next one: of the head, or of a layer. It
         has gathered this layer's weights, and those of the layer before it. A tied head waits for the end. What
@@ -348,7 +348,7 @@ class _Rank:
         return {**states, "gathered": whole, "activations": kept, "temporaries": again}
 
     def in_schedule(self) -> dict[str, float]:
-        """At the beginning of a backward pass, or the end of its first half; with what is gathered."""
+        """Count the begin of a backward pass in the schedule, or the end of its first half, with what is gathered."""
         states, layout = self.states(), self.layout
         each = {stage.index: self._count_stage_bytes(stage) for stage in (*self.stages, *self.copied)}
         if layout.pp > 1 and layout.schedule != "1f1b":
@@ -375,7 +375,7 @@ class _Rank:
         return {**kinds, "activations": moment.held, "temporaries": moment.passing}
 
     def in_first_layers(self) -> dict[str, float]:
-        """The backward of the second layer, whose memory counts where layers keep next to nothing on the device.
+        """Count the backward pass of the second layer, the fullest where layers keep next to nothing on the device.
 
         The gradients of all later layers are there, and the first layer's weights are gathered.
         """
@@ -400,7 +400,9 @@ class _Rank:
         return {**states, "gathered": whole, "activations": kept, "temporaries": again}
 
     def at_head_reduction(self) -> dict[str, float]:
-        """The head's gradient is packed and sent in fewer bits, and all layers still keep their activations."""
+        """Count the moment when the head's gradient is packed and sent in fewer bits, while all layers keep
+        activations.
+        """
         kind, (stage, *more) = self.layout.quantize_gradients, self.stages
         if kind == "none" or more or self.accumulates or not self.reshards or self.job.lora or self.shape.tied:
             return {}
@@ -416,7 +418,7 @@ class _Rank:
         return {**states, "gathered": gathered + self.count_lowered(), "activations": kept, "temporaries": packed}
 
     def end_of_backward(self) -> dict[str, float]:
-        """All gradients, the last ones still whole under FSDP2: the embedding's, or of a tied one all of the ends'."""
+        """Count all gradients, the last ones still whole under FSDP2: the embedding's, or both ends' if it is tied."""
         if not self.habits.fsdp2:
             return {}  # they are there at any moment
         embedding = sum(map(self._count_freed_embedding, self.stages)) if self.layout.pp == 1 else 0.0
@@ -430,7 +432,7 @@ class _Rank:
         return {**self.states(), "gathered": whole, "activations": self.stream, "temporaries": 0.0}
 
     def without_flush(self) -> tuple[dict[str, float], dict[str, float]]:
-        """At the last backward of a step whose successors have begun, and at its end, when gradients are averaged.
+        """Count the last backward of a step whose successors have begun, and its end, when gradients are averaged.
 
         1F1B goes on without an end, so each backward pass begins with as many forwards held as the rank ever has.
         """
@@ -451,14 +453,14 @@ class _Rank:
         )
 
     def _count_averaged(self) -> float:
-        """Sums in fp32 of 16-bit gradients, where data ranks average them without FSDP2: a bucket at a time."""
+        """Return the bytes of fp32 sums of 16-bit gradients, by bucket, if data ranks average without FSDP2."""
         if self.gathers or self.layout.dp == 1 or self.job.lora or self.kept.stored == 4:
             return 0.0
         largest = self.shape.embedding_parameters / self.layout.tp if self.ends else 0.0
         return 4 * min(self.numbers + self.experts, largest + BUCKET / self.kept.stored)
 
     def curvature(self) -> float:
-        """Bytes of K-FAC: inputs and gradients of all linears in all micro-batches of a step, and their factors.
+        """Return the bytes of K-FAC: inputs and gradients of all linears in a step's micro-batches, and the factors.
 
         Factors are there four times in fp32: sums of this interval and of the last one, whose inverses are being made,
         and the inverses in use.
@@ -509,27 +511,27 @@ class _Rank:
         )
 
     def _count_blocks(self, stage: Stage) -> float:
-        """Bytes that a stage's blocks keep on the device after a forward."""
+        """Return the bytes that a stage's blocks keep on the device after a forward."""
         blocks = self.tokens * self._count_kept(stage, self.job.recompute)
         if self.job.activation_offload:
             blocks -= self.count_offloaded(stage) * max(0.0, 1 - LAYERS_ON_DEVICE / max(1, stage.layers))
         return blocks
 
     def count_offloaded(self, stage: Stage) -> float:
-        """Bytes of a stage's blocks that go to the host in one forward."""
+        """Return the bytes of a stage's blocks that go to the host in one forward."""
         hidden, layout = self.shape.hidden, self.layout
         each = (n * count_offloaded_bytes(block, hidden, layout, self.job) for block, n in stage.counts)
         return self.tokens * sum(each)
 
     def _count_kept(self, stage: Stage, recompute: str) -> float:
-        """Bytes per token of a stage's blocks."""
+        """Return the bytes per token of a stage's blocks."""
         job = self.job if recompute == self.job.recompute else dataclasses.replace(self.job, recompute=recompute)
         return sum(
             count * count_kept_bytes(block, self.shape.hidden, self.layout, job) for block, count in stage.counts
         )
 
     def count_lowered(self) -> float:
-        """Without data ranks: one 16-bit copy of each matrix, for all micro-batches of a step.
+        """Return the bytes of 16-bit copies. Without data ranks: of each matrix one, for all micro-batches of a step.
 
         With them: copies of the experts that FSDP2 does not gather, from a layer's forward to its backward.
         """
@@ -544,7 +546,7 @@ class _Rank:
         return self.job.width * (layers + head)
 
     def _count_loss(self, stage: Stage) -> float:
-        """Logits, their probabilities and gradients, and the last norm."""
+        """Return the bytes of logits, their probabilities and gradients, and the last norm."""
         if not stage.is_last:
             return 0.0
         each, hidden = self.habits.logit_bytes, self.shape.hidden
@@ -575,7 +577,7 @@ class _Rank:
         return max([scores, *(self._count_layer_again(block, stage) for block in counted)])
 
     def _count_layer_again(self, block: Block, stage: Stage) -> float:
-        """A checkpointed layer's activations, computed again, and gradients of its widest part and of the stream."""
+        """Return a checkpointed layer's recomputed activations, and gradients of its widest part and of the stream."""
         if self.job.recompute == "none" and not self.job.tiled_mlp:
             return 0.0
         one, recompute = self._count_alone(block), self.job.each_recomputed
@@ -596,7 +598,7 @@ class _Rank:
         return max(in_mlp, self.tokens * (again + (5 * 4 - self.width) * stream))
 
     def _count_unpacked(self, stage: Stage) -> float:
-        """The largest linear in 4 bits, in 16 for as long as its product takes."""
+        """Return the largest linear in 4 bits, in 16 for as long as its product takes."""
         if not self.packed:
             return 0.0
         tp, each = self.layout.tp, [(m, block) for block, _ in stage.counts for m in list_adapted(block)]
@@ -605,7 +607,7 @@ class _Rank:
 
     @property
     def _mask(self) -> float:
-        """Bytes of the mask of queries by keys that all layers are given."""
+        """Return the bytes of the mask of queries by keys that all layers are given."""
         masked = any(
             has_mask(part, self.job.seq, self.job.attention)
             for stage in self.stages

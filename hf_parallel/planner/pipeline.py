@@ -101,7 +101,7 @@ def count_packed_parameters(block: Block, layout: Layout, job: Job) -> float:
 
 
 def is_shared(matrix: Matrix, block: Block, tp: int) -> bool:
-    """Does it give keys or values whose heads are fewer than tp ranks?"""
+    """Return whether it gives keys or values with fewer heads than tp ranks."""
     shared = min((part.kv_heads for part in block.attentions), default=tp) < tp
     return shared and matrix.name.rpartition(".")[2].startswith(("k", "v"))
 

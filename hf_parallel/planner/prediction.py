@@ -70,7 +70,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Is that in a GPU's memory, less the headroom? Of the published runs that failed none is said to fit."""
+        """Return whether it fits a GPU less the headroom. Of the published runs that failed none is said to fit."""
         return self.needed_gib <= self.cluster.gpu.compute_room_gib(self.headroom)
 
     @property

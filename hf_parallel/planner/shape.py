@@ -344,7 +344,7 @@ def _is_leading_in(name: str) -> bool:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """Is it the innermost module that is called attention and has matrices of its own?"""
+    """Return whether it is the innermost module that is called attention and has matrices of its own."""
     called = "attention" in type(module).__name__.lower()
     below = [
         child for child in module.modules() if child is not module and "attention" in type(child).__name__.lower()

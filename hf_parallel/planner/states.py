@@ -36,7 +36,7 @@ class StateBytes:
 
 
 def zero_states(parameters: float, shards: int, stage: int, state: StateBytes | None = None) -> dict[str, float]:
-    """Bytes of weights, gradients and optimizer on each of `shards` ranks: ZeRO's table 1.
+    """Return the bytes of weights, gradients and optimizer on each of `shards` ranks: ZeRO's table 1.
 
     Stage 0 holds (2 + 2 + K) x parameters, 1 divides K by the shards, 2 the gradients too, 3 everything.
     """
@@ -49,7 +49,7 @@ def zero_states(parameters: float, shards: int, stage: int, state: StateBytes | 
 
 
 def count_moment_bytes(optimizer: str, width: float) -> float:
-    """Bytes per parameter that an optimizer keeps of a parameter of `width` bytes, besides master weights."""
+    """Return the bytes that an optimizer keeps per parameter of `width` bytes, besides master weights."""
     known = {"adamw": 2 * width, "adamw_8bit": _EIGHT_BIT_MOMENTS, "sgd": 0.0, "sgd_momentum": width}
     if optimizer not in known:
         refuse(f"optimizer={optimizer}", f"not one of {', '.join(known)}", "adamw")
@@ -57,7 +57,7 @@ def count_moment_bytes(optimizer: str, width: float) -> float:
 
 
 def count_summed_width(job: Job) -> float:
-    """Bytes per gradient while ranks and micro-batches add to it."""
+    """Return the bytes per gradient while ranks and micro-batches add to it."""
     return max(4.0, job.stored) if job.habits.fp32_sums else float(job.stored)
 
 
@@ -84,12 +84,15 @@ def state_bytes(job: Job, zero_stage: int) -> StateBytes:
 
 
 def count_packed_width(job: Job) -> float:
-    """Bytes per weight of a linear in 4 bits. This package keeps the largest values in fp32, as they were rounded."""
+    """Return the bytes per weight of a linear in 4 bits.
+
+    This package keeps the largest values in fp32, as they were rounded.
+    """
     return PACKED_BYTES["nf4" if job.engine == "hf_parallel" else job.four_bit]
 
 
 def count_adapter_width(job: Job) -> int:
-    """Bytes of an adapter's number as layers compute with it."""
+    """Return the bytes of an adapter's number as layers compute with it."""
     return job.stored if job.lowered else ADAPTER_WIDTH
 
 
@@ -105,7 +108,7 @@ def count_adapter_bytes(job: Job) -> StateBytes:
 
 
 def state_width(job: Job) -> float:
-    """Bytes of one element of the optimizer's state: fp32, except where training has no fp32 weights."""
+    """Return the bytes of one element of the optimizer's state: fp32, except where training has no fp32 weights."""
     return 4.0 if job.habits.master_weights else float(job.stored)
 
 
@@ -125,7 +128,7 @@ def count_nvme_bytes(parameters: float, job: Job) -> float:
 
 
 def offload_seconds(parameters: float, job: Job, cluster: Cluster, backward: float) -> dict[str, float]:
-    """Seconds after the last backward; all ranks of a node share its memory and its NVMe.
+    """Return the seconds after the last backward; all ranks of a node share its memory and its NVMe.
 
     Args:
         parameters: those that this rank updates.

@@ -5,10 +5,8 @@
 The script runs small, three times at once: in one process, in one process whose rounding differs, and under the layout
 in forked processes. The second run tells what rounding may do to each number; the third must stay within that.
 
-small_run.py    the state of a process that is proved
+small_run.py    a process that is proved: small sizes, sums in another order, no file of the user's
 record.py       a run writes down its numbers
-noise.py        sums in another order, weights off by one unit in the last place
-guarded.py      nothing of the user's is written to
 processes.py    fork the processes of a run
 compare.py      every number of the layout beside the one process's
 locate.py       the first module where the two part, and the kind of error that it looks like

@@ -80,7 +80,7 @@ class Recorded:
         return list(dict.fromkeys(name for rank in self.ranks for name in rank.steps[step].tokens))
 
     def tokens(self, step: int, module: str, width: int, kept: bool = False) -> list[torch.Tensor]:
-        """The tokens [tokens, 2] of each rank whose output of this module has this width.
+        """Return the tokens [tokens, 2] of each rank whose output of this module has this width.
 
         Args:
             kept: leave padding out.
@@ -89,7 +89,7 @@ class Recorded:
         return [own.tokens[module][own.kept[module]] if kept else own.tokens[module] for own in having]
 
     def is_marked(self, step: int, module: str) -> bool:
-        """Is padding known among the outputs of a module, on all ranks?"""
+        """Return whether padding is marked in the outputs of a module, on all ranks."""
         return not any(module in rank.steps[step].unmarked for rank in self.ranks)
 
 
@@ -239,7 +239,7 @@ class Bisection:
         return Parted(step, direction, name, words, self.worst, cause)
 
     def _order_latest_first(self, parameters: Iterable[str], step: int) -> list[str]:
-        """Parameters in the order in which a backward pass computes their gradients."""
+        """Return the parameters in the order in which a backward pass computes their gradients."""
         order = {name: number for number, name in enumerate(self.one.modules(step))}
         return sorted(parameters, key=lambda name: -order.get(name.rpartition(".")[0], -1))
 

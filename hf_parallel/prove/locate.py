@@ -43,7 +43,7 @@ class Place:
 
 
 def find_first_place_of(ranks: Sequence[Record], alone: Record, disturbed: Record, compared: Compared) -> Place | None:
-    """The first module, in the order of the computation, whose tokens or gradients are not those of one process."""
+    """Return the first module, in order of computation, whose tokens or gradients differ from one process's."""
     if all(one.kind == "saved weight" for one in compared.differences):
         return None
     strange_from = MANY if len({rank.data_rank for rank in ranks}) == 1 else MOST
@@ -208,7 +208,7 @@ def _find_factors_of_batches(
 def describe_suspect(
     compared: Compared, place: Place | None, alone: Record, data_ranks: int, ranks: Sequence[Record] = ()
 ) -> str:
-    """The kind of error that the differences look like, and what to do; empty where they look like none known.
+    """Return the kind of error that the differences look like, and what to do; empty where they look like none known.
 
     Args:
         data_ranks: of the layout, whose records are `ranks`.
@@ -251,7 +251,7 @@ def describe_suspect(
 
 
 def _does_only_padding_differ(ranks: Sequence[Record], alone: Record, step: int) -> bool:
-    """Are outputs of the whole model right, but for those of tokens that the mask hides?"""
+    """Return whether the model's outputs differ only at tokens that the mask hides."""
     theirs, ours = alone.steps[step - 1], [rank.steps[step - 1] for rank in ranks if len(rank.steps) >= step]
     for module in reversed(theirs.tokens):
         hidden = theirs.tokens[module][~theirs.kept[module]]

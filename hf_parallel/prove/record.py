@@ -107,7 +107,7 @@ class Record:
         return record
 
     def step(self, number: int) -> Step:
-        """The numbers of an optimizer step, which counts from 0."""
+        """Return the numbers of an optimizer step, which counts from 0."""
         while len(self.steps) <= number:
             self.steps.append(Step())
         return self.steps[number]
@@ -130,7 +130,7 @@ class Record:
 
 @torch.no_grad()
 def sample_of(tensor: torch.Tensor, most: int = SAMPLE) -> Sample:
-    """A sample of a whole tensor, of `most` elements."""
+    """Return a sample of a whole tensor, of `most` elements."""
     values = tensor.detach().float().cpu().flatten()
     stride = max(1, -(-values.numel() // most))
     return Sample(list(tensor.shape), float(torch.linalg.vector_norm(values)), values[::stride].clone())
@@ -151,7 +151,7 @@ def sample_weights(model: nn.Module, most: int = SAMPLE) -> dict[str, Sample]:
 
 
 def strip_wrapper_names(name: str) -> str:
-    """The name of a parameter or module without what wrappers put into it."""
+    """Return the name of a parameter or module without what wrappers put into it."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "").removeprefix("module.")
 
 

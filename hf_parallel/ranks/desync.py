@@ -4,13 +4,13 @@ A script that saves under `if is_main_process:` would wait for the others until 
 sign in in the store; one that waits asks those that are missing, and a thread of theirs answers for them:
 
     rank 0   waits in model.save_pretrained, asks rank 1
-    rank 1   stands in a collective of the next step, where nothing has moved for seconds; its thread says so
+    rank 1   waits in a collective of the next step, where nothing has moved for seconds; its thread says so
     rank 0   raises: nobody will come
 
-A rank that does anything else (it evaluates, tokenizes, downloads) is waited for, as by any collective.
+A rank that does anything else (evaluates, tokenizes, downloads) is waited for, as in any collective.
 
 Calls of every step (a forward, `gather`, `reduce`) are not asked about. Their threads notice when all ranks stand
-still, at different places and without using the processor: they wait for each other, and the run ends.
+still at different places without using the processor: then they wait for each other, and the run ends.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TELL_S = 30.0
 _ROOM = "hf_parallel/desync"
 _LEFT = "has ended"
 _ON_ALL_RANKS = "call {} on all ranks, without `if is_main_process`"
-#: Why whoever explains a deadlock is asked; all ranks end then, whatever it says.
+#: The reason that is given to what explains a deadlock; all ranks end then, whatever it says.
 STANDSTILL = "all ranks stand still"
 _OWN, _TORCH = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
 #: Code in which a process waits for others, when it does not move.
@@ -116,7 +116,7 @@ class _Meeting:
     """A call of all ranks, in whose room of the store they sign in.
 
     Attributes:
-        signs_later: this is rank 0 in what it can do alone, too, so it signs when another one is seen in this call.
+        signs_later: this is rank 0 in a call that it can make alone, so it signs once another rank is in this call.
     """
 
     room: dist.Store
@@ -136,7 +136,7 @@ class _Meeting:
             self.room.set("all", "")
 
     def withdraw(self) -> None:
-        """Leave the room: this rank does what rank 0 asks for, which may have calls of all ranks in it."""
+        """Leave the room, because what rank 0 asks for may contain calls of all ranks."""
         self.room.delete_key(str(self.rank))
         if self.room.add("count", -1) == 0:
             self.room.delete_key("count")
@@ -148,7 +148,7 @@ class _Meeting:
         return None if first == self.call else first
 
     def sign_or_find_others_elsewhere(self) -> bool:
-        """Rank 0: sign if another rank is in this call; return whether all others are in another one."""
+        """Sign, on rank 0, if another rank is in this call; return whether all others are in another one."""
         if not self.signs_later or not self.room.check(["call"]):
             return False
         if self.room.get("call").decode() == self.call:
@@ -210,7 +210,7 @@ class DesyncDetector:
         """Return when all ranks are in this call; `advice` is for one that is alone.
 
         Args:
-            is_served: rank 0 can make it alone, while all others wait for it in another call.
+            is_served: rank 0 can make the call alone, while all others wait for it in another call.
 
         Raises:
             AloneError: some of them will not come, or are in another call.
@@ -238,7 +238,7 @@ class DesyncDetector:
             raise AloneError.of_calls(meeting.call, other)
 
     def _serve_in_meeting(self, meeting: _Meeting) -> bool:
-        """Do what rank 0 asks for, if anything is: its calls of all ranks come before this one."""
+        """Do what rank 0 asks for, if anything: its calls of all ranks come before this one."""
         if not self.requests.is_asked():
             return False
         meeting.withdraw()
@@ -280,7 +280,7 @@ class DesyncDetector:
         return meeting.is_last
 
     def _is_over(self, meeting: _Meeting, may_be_alone: bool) -> bool:
-        """Are all ranks here?
+        """Return whether all ranks are here.
 
         Raises:
             AloneError: this is rank 0, and the others wait for it elsewhere.
@@ -513,7 +513,7 @@ def _find_script_line(frame: FrameType) -> str:
 
 
 def _group_by_place(places: list[str]) -> str:
-    """Join what ranks say of themselves, `is at …` or `has ended`, to a sentence of those that say the same."""
+    """Join what ranks say of themselves (`is at …`, `has ended`) to one sentence, by place."""
     ranks: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
         ranks.setdefault(place, []).append(rank)
@@ -534,7 +534,7 @@ class Answering:
     """The detector of this process, until it ends.
 
     Attributes:
-        explained_by: says more of a deadlock than the detector does; given what is known, has it told?
+        explained_by: explains a deadlock better than the detector; takes what is known, returns whether it has told.
         rank_0_may_be_alone: the script has asked who is the main process since all ranks last called a model.
         is_in_shared_call: rank 0 calls a model now, and the others, who wait for it, do so, too.
         on_question: what another rank does when the script begins to ask.
@@ -583,7 +583,8 @@ def assert_all_ranks(call: str, advice: str | None = None, is_served: bool = Fal
 
 
 def ask_other_ranks(call: str, number: int, advice: str) -> None:
-    """Rank 0 alone: the others call `requests.on_request[number]` when they next wait for this rank, or end.
+    """Ask, on rank 0 alone, the others to call `requests.on_request[number]` when they next wait for this rank, or
+    end.
 
     Raises:
         AloneError: some of them stand elsewhere; it ends with `advice`.
@@ -637,7 +638,7 @@ def run_for_stages(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def is_main_process(is_first: bool) -> bool:
-    """Is this the main process, which is the first one but where another runs a part of the script for it?
+    """Return whether this is the main process: the first one, unless another runs a part of the script in its place.
 
     Args:
         is_first: is it the first process, of all or of its node?
@@ -688,7 +689,7 @@ def wait_for_rank_0() -> None:
 
 
 def come_to_call() -> None:
-    """Before a call of all ranks, such as a training step, let rank 0 finish what it does alone.
+    """Let rank 0 finish what it does alone, before a call of all ranks such as a training step.
 
     Ranks do so after the script has asked who is the main process, once for each time; rank 0 waits for nobody.
     """

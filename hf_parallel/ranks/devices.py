@@ -41,7 +41,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def measure_device_memory(device: torch.device) -> float:
-    """Bytes of an accelerator's memory; of processors, this process's part of the machine's."""
+    """Return the bytes of an accelerator's memory; of processors, this process's part of the machine's."""
     if device.type != "cpu":
         return float(torch.get_device_module(device.type).get_device_properties(device).total_memory)
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -49,7 +49,7 @@ def measure_device_memory(device: torch.device) -> float:
 
 
 def measure_free_memory(device: torch.device) -> float:
-    """Bytes that this process could still allocate; of processors, its part of what the machine has left."""
+    """Return the bytes that this process could still allocate; on processors, its part of what is left."""
     if device.type != "cpu":
         module = torch.get_device_module(device.type)
         cached = module.memory_reserved(device) - module.memory_allocated(device)  # by torch, for later

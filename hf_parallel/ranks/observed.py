@@ -287,11 +287,11 @@ class Kept(Noted):
 
     @property
     def unchanged(self) -> bool:
-        """Models may add to what a layer gives in place."""
+        """Return whether its numbers are those of the first run: models may add in place to what a layer gives."""
         return self.tensor._version == self.version
 
     def again(self) -> torch.Tensor:
-        """The tensor; no view, which autograd would guard."""
+        """Return the tensor; no view, which autograd would guard."""
         return torch.ops.aten._unsafe_view(self.tensor, self.tensor.shape)
 
 
@@ -307,11 +307,11 @@ class Summed(Noted):
 
     @property
     def unchanged(self) -> bool:
-        """Will the sum be given back, rather than be made again of this?"""
+        """Return whether the sum will be given back, rather than computed again."""
         return is_unchanged(self.store.results[self.place])
 
     def again(self) -> torch.Tensor:
-        """A stand-in."""
+        """Return a stand-in."""
         return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape)
 
 

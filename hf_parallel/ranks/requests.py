@@ -77,11 +77,11 @@ class Requests:
         self.sign_in(room, call, advice)
 
     def is_asked(self) -> bool:
-        """Another rank: return whether rank 0 asks for anything."""
+        """Return, on a rank other than 0, whether rank 0 asks for anything."""
         return self.rank > 0 and self._read_next()[0] not in ("", _GO_ON)
 
     def serve(self) -> bool:
-        """Another rank: do what is asked for, if anything is."""
+        """Do, on a rank other than 0, what rank 0 asks for, if anything."""
         if not self.is_asked():
             return False
         call, number = self._read_next()
@@ -161,7 +161,7 @@ class Requests:
         self.meetings += 1
 
     def attend(self, place: str) -> None:
-        """Another rank at its end: stay until rank 0 is at its own."""
+        """Stay, on a rank other than 0 that is at its end, until rank 0 is at its own."""
         if self.rank > 0:
             with contextlib.suppress(RuntimeError):  # the store may go first
                 self._wait(place, lambda: not dist.is_initialized() or self.store.check([_NO_MORE]), _PAUSE_S)

@@ -69,7 +69,7 @@ def _is_within_step(optimizer: Optimizer) -> bool:
 
 @functools.cache
 def _inherits_a_step(kind: Any) -> bool:
-    """Has this class a step of its own, and a base class of it another? The one of `Optimizer` itself does nothing."""
+    """Return whether this class and a base of it each have a step. The one of `Optimizer` itself does nothing."""
     return len({inspect.unwrap(vars(base)["step"]) for base in kind.__mro__ if "step" in vars(base)}) > 2
 
 

@@ -167,11 +167,11 @@ def test_ranks_that_do_not_see_the_folder(tmp_path, spec, blind):
 def whole_on_rank_0(spec: str) -> list[str]:
     """Names of the tensors that are not there, or differ; before anything else was saved."""
     from hf_parallel import parallelize
-    from hf_parallel.checkpoint import full_state_dict
+    from hf_parallel.checkpoint import gather_state_dict
 
     one = dict(model_of_one_process().named_parameters())
     model = parallelize(model_of_one_process(), spec)
-    found = full_state_dict(model, model._hf_parallel.mesh)
+    found = gather_state_dict(model, model._hf_parallel.mesh)
     assert torch.distributed.get_rank() == 0 or not found
     return [name for name in one if found and not torch.equal(found[name], one[name])]
 

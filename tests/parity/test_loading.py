@@ -58,20 +58,20 @@ def cut_everything(model: torch.nn.Module, mesh, pack=None) -> torch.nn.Module:
 
 def gathered(spec: str, name: str, folder: str, out: str, cut: Callable | None = None) -> dict[str, dict]:
     """Load under a layout, save, spoil the weights, read them back; rank 0 returns what both ways gave."""
-    from hf_parallel.checkpoint import full_state_dict, load_weights, save_pretrained_model
+    from hf_parallel.checkpoint import gather_state_dict, load_weights, save_pretrained_model
     from hf_parallel.hooks import loading, runtime
 
     activate(spec)
-    loading.parallelize = cut or loading.parallelize
+    loading.parallelize_model = cut or loading.parallelize_model
     model = converted.auto_class(name).from_pretrained(folder)
     mesh = runtime.mesh()
-    first = full_state_dict(model, mesh)
+    first = gather_state_dict(model, mesh)
     save_pretrained_model(model, mesh, out, max_shard_size="50KB")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     load_weights(model, out)
-    return {"loaded": first, "read back": full_state_dict(model, mesh)}
+    return {"loaded": first, "read back": gather_state_dict(model, mesh)}
 
 
 def unequal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:

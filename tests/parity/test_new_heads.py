@@ -42,7 +42,7 @@ def load(
     if spec is None:
         model, info = task.from_pretrained(folder, output_loading_info=True, **kwargs)
         return {"weights": dict(model.state_dict()), "sizes": info["mismatched_keys"], "next": torch.rand(2)}
-    from hf_parallel.checkpoint import full_state_dict
+    from hf_parallel.checkpoint import gather_state_dict
     from hf_parallel.hooks import loading, runtime
 
     activate(spec)
@@ -50,11 +50,11 @@ def load(
         Accelerator(cpu=True)
         set_seed(3, device_specific=True)
     if packed:
-        original = loading.parallelize
-        loading.parallelize = lambda model, **mesh: in_order(original(model, **mesh))
+        original = loading.parallelize_model
+        loading.parallelize_model = lambda model, **mesh: in_order(original(model, **mesh))
     model, info = task.from_pretrained(folder, output_loading_info=True, **kwargs)
     after = torch.rand(2)
-    whole = full_state_dict(model, runtime.mesh())
+    whole = gather_state_dict(model, runtime.mesh())
     return {"weights": whole, "sizes": info["mismatched_keys"], "next": after}
 
 

@@ -191,13 +191,13 @@ def parallel(spec, calls=1, dtype=torch.float32):
     """The same on one rank, and the bytes that the last step has gathered."""
     import hf_parallel
     from hf_parallel.apply.parallelize import clip_grad_norm
-    from hf_parallel.checkpoint import full_state_dict
+    from hf_parallel.checkpoint import gather_state_dict
 
     model = hf_parallel.parallelize(build(dtype), spec)
     mesh = model._hf_parallel.mesh
     own = lambda rows: rows.chunk(mesh.data_size)[mesh.data_rank]  # noqa: E731
     found = steps(model, calls, own, mesh.data_size, lambda model: clip_grad_norm(model, 1e9))
-    return found, full_state_dict(model, mesh)
+    return found, gather_state_dict(model, mesh)
 
 
 def off(ours, theirs):

@@ -21,7 +21,7 @@ from hf_parallel.planner.dryrun.run import dry_run
 from hf_parallel.planner.groups import Group, MixedCluster, group_devices, read_machines
 from hf_parallel.planner.hardware import find_gpu, find_link, make_cluster
 from hf_parallel.planner.mixed import ALONE, EVEN, SHARES, STAGES, Levers, _Search, deal_examples, search_groups
-from hf_parallel.planner.mixed_report import list_commands, show_mixed
+from hf_parallel.planner.report import list_commands, show_mixed
 from tests import models
 from tests.planner.test_plan_cli import SMALL
 

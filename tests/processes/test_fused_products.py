@@ -16,7 +16,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 
 from hf_parallel import parallelize
 from hf_parallel.axes import compile as compiling
-from hf_parallel.axes.fused_in_graphs import FuseProducts, share_memory
+from hf_parallel.axes.graphs import FuseProducts, share_memory
 from hf_parallel.ranks.mesh import get_stored
 from tests import models
 from tests.distributed import RankFailure, run, run_alone_once
@@ -70,7 +70,7 @@ def trained(
     steps = aot_autograd(fw_compiler=seen.compile, bw_compiler=seen.compile, keep_inference_input_mutations=True)
     compiling.BACKEND = steps if backend == "graphs" else backend
     model = models.build(kind).train()
-    with memory_as_if_shared(), mock.patch("hf_parallel.axes.fused_in_graphs.FuseProducts", return_value=seen):
+    with memory_as_if_shared(), mock.patch("hf_parallel.axes.graphs.FuseProducts", return_value=seen):
         if spec is not None:
             parallelize(model, spec)
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []

@@ -26,9 +26,9 @@ from hf_parallel.prove import certificate
 from hf_parallel.prove.certificate import format_line_about
 from hf_parallel.prove.compare import Compared, Comparison, Difference
 from hf_parallel.prove.locate import describe_suspect, find_first_place_of
-from hf_parallel.prove.noise import SumsInAnotherOrder
 from hf_parallel.prove.processes import ForkedRun
 from hf_parallel.prove.record import Record, Step, TokenWatch, sample_of
+from hf_parallel.prove.small_run import SumsInAnotherOrder
 from tests import models
 from tests.distributed import run, run_alone
 from tests.prove import table

@@ -226,10 +226,10 @@ def test_a_call_that_rank_0_never_comes_to(tmp_path):
 
 def writes_what_it_has(out: str) -> None:
     """Gathered on all ranks, as it must be, and then written by the main process alone."""
-    from hf_parallel.checkpoint import full_state_dict
+    from hf_parallel.checkpoint import gather_state_dict
 
     model = made("pp=2")
-    state = full_state_dict(model, model._hf_parallel.mesh)
+    state = gather_state_dict(model, model._hf_parallel.mesh)
     if dist.get_rank() == 0:
         model.save_pretrained(out, state_dict=state)
 

@@ -75,7 +75,7 @@ class DataKeys(Sizes):
 
     @property
     def reduces_each_micro_batch(self) -> bool:
-        """Are gradients reduced in every micro-step of an accumulation? By default where less of them is then held.
+        """Return whether gradients are reduced in every micro-step. By default they are where that holds less of them.
 
         Not where replicas would have to reduce them as often over slow links. Needs a resolved config.
         """
@@ -85,7 +85,7 @@ class DataKeys(Sizes):
 
     @property
     def reduces_each_run(self) -> bool:
-        """Does a pipeline reduce gradients in every run of its schedule, rather than once per step?"""
+        """Return whether a pipeline reduces gradients in every run of its schedule, rather than once per step."""
         return self.pp_size > 1 and self.zero_stage >= 2 and self.gradient_reduction == "auto"
 
     def check_keys(self) -> None:

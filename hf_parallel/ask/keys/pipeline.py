@@ -100,12 +100,12 @@ class PipelineKeys(Sizes):
 
     @property
     def delays_updates(self) -> bool:
-        """Are gradients those of weights that are some steps old?"""
+        """Return whether gradients are computed on weights that are some steps old."""
         return self.pipeline_schedule in DELAYED_SCHEDULES
 
     @property
     def mirrors_stages(self) -> bool:
-        """Does each rank run a copy of the mirrored stage, for micro-batches that go the other way?"""
+        """Return whether each rank runs a copy of the mirrored stage, for micro-batches that go the other way."""
         return self.pipeline_schedule in MIRRORED_SCHEDULES
 
     @property
@@ -272,7 +272,7 @@ class FillKeys(PipelineKeys):
 
     @property
     def fills_bubbles(self) -> bool:
-        """Does a rank compute curvature while it waits?"""
+        """Return whether a rank computes curvature while it waits."""
         return self.pipeline_fill != "none"
 
     @property

@@ -73,12 +73,12 @@ class MonitorKeys(CompileKeys, CompressionKeys):
 
     @property
     def parts_waits(self) -> bool:
-        """Are waits told apart by axis, and all facts printed at the start?"""
+        """Return whether waits are told apart by axis, and all facts printed at the start."""
         return "full" in self.monitor.split("+")
 
     @property
     def measures_noise(self) -> bool:
-        """Is the gradient noise scale measured?"""
+        """Return whether the gradient noise scale is measured."""
         return _NOISE in self.monitor.split("+")
 
     def check_keys(self) -> None:

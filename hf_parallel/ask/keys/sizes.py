@@ -13,10 +13,10 @@ SHARDS = "shards"
 
 
 def key(default: Value, doc: str, choices: tuple[object, ...] = (), shown: str | None = None) -> Value:
-    """Declare a spec key: a dataclass field that the parser, the README's table and the planner can read.
+    """Declare a spec key: a dataclass field that the parser, the table of docs/keys.md and the planner read.
 
     Args:
-        doc: the line of the README's table.
+        doc: its line in the table of docs/keys.md.
         choices: all values, where they can be listed.
         shown: how the table names the default.
     """
@@ -31,7 +31,7 @@ class MeshAxis:
         data: its ranks see different batches.
         cuts: its ranks hold slices of one parameter, whose norm is summed over them.
         layers: its ranks hold different parameters.
-        shards: FSDP2 shards over it what its ranks hold alike.
+        shards: FSDP2 shards over it what all its ranks hold.
     """
 
     name: str
@@ -57,14 +57,14 @@ class Keys:
     A class that inherits from another one reads its keys in its own checks.
 
     Attributes:
-        holds_alone: do the keys that the class itself declares hold in one process too?
+        holds_alone: do the keys that the class itself declares have a meaning in one process, too?
     """
 
     mesh_axes: ClassVar[tuple[MeshAxis, ...]] = MESH_AXES
     holds_alone: ClassVar[bool] = False
 
     def check_keys(self) -> None:
-        """Reject values that hold for no model, with a SpecError."""
+        """Raise SpecError for values that cannot work with any model."""
 
 
 @dataclass(frozen=True)

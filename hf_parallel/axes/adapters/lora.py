@@ -166,7 +166,7 @@ def cut(
 
 
 def can_split_adapter(base: nn.Module) -> TypeGuard[TensorParallelLayer]:
-    """Is it known how adapters of this split layer are split?"""
+    """Return whether we know how adapters of this split layer are split."""
     known = ColumnParallel | RowParallel | SharedHeads | JoinedHeads | PartialGradient | VocabParallel
     return isinstance(base, known)
 
@@ -222,7 +222,7 @@ def split_magnitude(base: TensorParallelLayer, magnitude: Any, mesh: DeviceMesh,
 
 
 def copy_in_group(module: nn.Module) -> nn.Module:
-    """A copy with parameters of its own that communicates in the same group."""
+    """Return a copy with parameters of its own that communicates in the same group."""
     shared = {id(held): held for part in module.modules() for held in map(vars(part).get, ("region", "mesh")) if held}
     new = copy.deepcopy(without_sharding(module), shared)
     vars(new).pop("forward", None)  # of the original, which its model's loss reads

@@ -26,7 +26,7 @@ from hf_parallel.ranks.local import get_local
 
 
 def is_on_grid(base: nn.Module) -> TypeGuard[TensorParallelLayer]:
-    """Is the weight of this layer cut along both dims?"""
+    """Return whether the weight of this layer is cut along both dims."""
     cut_twice = isinstance(base, ColumnParallel | RowParallel | JoinedHeads)
     return cut_twice and isinstance(base.region, GridRegion)
 
@@ -35,7 +35,7 @@ class _GridAdapter(TensorParallelLayer):
     region: GridRegion
 
     def of_rows(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A part that all rows hold, each of which has a part of its gradient."""
+        """Return a part that all rows hold, each of which has a part of its gradient."""
         return copy_weight_to_group(get_local(parameter), self.region.over_rows)
 
 

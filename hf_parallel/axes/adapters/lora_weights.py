@@ -130,7 +130,7 @@ class AdaptedWeight(nn.Module):
             yield
 
     def column(self) -> torch.Tensor:
-        """This rank's part of the sum as [out, in]."""
+        """Return this rank's part of the sum as [out, in]."""
         total = self._sum([] if self.disable_adapters or self.merged else self.active_adapters)
         return total.t() if isinstance(self.base_layer, Conv1D) else total
 

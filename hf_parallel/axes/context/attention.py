@@ -41,7 +41,7 @@ def join(tensor: torch.Tensor, layout: Layout, group: dist.ProcessGroup) -> torc
 
 
 def sum_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """A sum over this rank's tokens -> that over all."""
+    """Sum over all ranks what each has summed over its tokens."""
     return reduce_from_group(scale_gradient(tensor, group.size()), group)
 
 

@@ -90,7 +90,7 @@ class Context(Axis["ContextFacts", ContextPart]):
         )
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: ContextFacts) -> ContextPart:
-        """The variant, or why there is none."""
+        """Choose the variant, or say why there is none."""
         choice, why = choose_variants(config, facts)
         if len(choice.ways) == 1:
             config = replace(config, context_parallel=choice.ways[0])

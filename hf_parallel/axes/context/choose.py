@@ -72,7 +72,7 @@ class Choice:
     ways: tuple[str, ...] = ()
 
     def of(self, tokens: int, seen: float) -> str:
-        """The variant for a batch of so many tokens, which see so many each: their document, as a rule."""
+        """Return the variant for a batch of so many tokens, which see so many each: their document, as a rule."""
         if len(self.ways) == 1:
             return self.ways[0]
         return min(self.ways, key=lambda way: self.waiting(way, tokens / self.ranks, seen))
@@ -87,7 +87,7 @@ class Choice:
         return found
 
     def waiting(self, way: str, tokens: float, seen: float) -> float:
-        """Seconds that a layer waits for other ranks, with so many tokens on each."""
+        """Return the seconds that a layer waits for other ranks, with so many tokens on each."""
         inner, at_once = compute_inner_size(way, self.ranks), way == ALLGATHER
         ring, (heads, keys) = self.ranks // inner, self.heads
         keys *= compute_key_repeats(heads, keys, inner)
@@ -214,5 +214,5 @@ def read_score_dropout(config: PretrainedConfig) -> str | None:
 
 
 def can_use_registries(model: nn.Module) -> bool:
-    """Does it call its attention, and make its masks, through transformers' registries?"""
+    """Return whether the model calls its attention, and makes its masks, through transformers' registries."""
     return bool(getattr(model, "_supports_attention_backend", False) and getattr(model, "_supports_flash_attn", False))

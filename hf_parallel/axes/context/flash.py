@@ -34,12 +34,12 @@ def can_take_queries(q: torch.Tensor) -> bool:
 
 
 def compute_widest_head(capability: tuple[int, int]) -> int:
-    """The widest head of which the kernel computes gradients; there is no kernel before 8.0."""
+    """Return the widest head of which the kernel computes gradients; there is no kernel before 8.0."""
     return WIDEST if capability >= (8, 0) else 0
 
 
 def find_reason_of_age(name: str) -> str | None:
-    """Why an installed package is not called."""
+    """Return why an installed package is too old to be called; None if it is not."""
     if name != "flash_attention_2":
         return None
     try:
@@ -58,7 +58,7 @@ class Flash:
     _backward: Callable[[Given, Call, float, float], Tensors]
 
     def parts(self, ring: Ring, keys: int, scores: Scores, device: torch.device) -> Iterable[Call]:
-        """A call for each window."""
+        """Return a call for each window."""
         return ring.layout.calls(ring.rank, keys, ring.low, ring.high, device)
 
     def forward(

@@ -63,7 +63,7 @@ class Kernel(Protocol[Part]):
         part: Part,
         scores: Scores,
     ) -> Tensors:
-        """The part's share of the gradients of q, k and v; `out` and `lse` are over all keys."""
+        """Return the part's share of the gradients of q, k and v; `out` and `lse` are over all keys."""
 
 
 def read_alignment(device: torch.device) -> int:

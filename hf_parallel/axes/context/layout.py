@@ -134,7 +134,7 @@ class Layout:
         return torch.stack([made[number] for number in range(len(self.rows))])
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """The table there, and [rows, length]: where each token lies among all that ranks hold."""
+        """Return the table there, and [rows, length]: where each token lies among all that ranks hold."""
         if device not in self._on:
             flat = self.table.flatten(1)
             inverse = torch.zeros(len(self.rows), self.length + 1, dtype=torch.long)
@@ -196,5 +196,5 @@ class Ring:
         return self.layout.tiles(self.rank, keys, self.low, self.high)
 
     def sees(self, queries: int, keys: int) -> bool:
-        """Does ring rank `queries` need the keys of ring rank `keys`?"""
+        """Return whether ring rank `queries` needs the keys of ring rank `keys`."""
         return bool(self.layout.tiles(queries, keys, self.low, self.high))

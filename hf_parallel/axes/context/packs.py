@@ -46,7 +46,7 @@ class Row:
 
 
 def make_unpacked_rows(rows: int, length: int) -> list[Row]:
-    """Rows of one document each."""
+    """Return the rows of one document each."""
     return [Row(length, (length,))] * rows
 
 
@@ -62,7 +62,7 @@ def find(
     positions: torch.Tensor | None,
     boundaries: torch.Tensor | None = None,
 ) -> list[Row]:
-    """The documents of each row, as transformers finds them: restarts of positions count where there is no mask.
+    """Return the documents of each row as transformers finds them: without a mask, restarts of positions count.
 
     Args:
         mask: [rows, length], zero at padding.

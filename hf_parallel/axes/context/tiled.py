@@ -26,7 +26,7 @@ class Tiles:
     flat: ClassVar[bool] = False
 
     def parts(self, ring: Ring, keys: int, scores: Scores, device: torch.device) -> Iterable[Tile]:
-        """The tiles, under a soft cap in squares."""
+        """Return the tiles, under a soft cap in squares."""
         tiles = ring.tiles(keys)
         return tiles if scores.cap is None else (square for tile in tiles for square in cut_into_squares(tile))
 
@@ -111,7 +111,7 @@ def _make_band_mask(tile: Tile, q: torch.Tensor) -> torch.Tensor | None:
 def _compute_capped_scores(
     q: torch.Tensor, k: torch.Tensor, scale: float | None, cap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The slope of capped scores with the products of queries and keys, and the scores, in fp32."""
+    """Return the slope of capped scores with the products of queries and keys, and the scores, in fp32."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     wide = torch.promote_types(q.dtype, torch.float32)
     part = ((q * scale) @ k.transpose(-1, -2)).to(wide).div_(cap).tanh_()

@@ -43,7 +43,7 @@ class Tile:
 def make_tiles_of(
     row: int | None, queries: tuple[Span, ...], keys: tuple[Span, ...], low: float, high: float, whole: bool = False
 ) -> list[Tile]:
-    """The tiles of one document, whose queries see keys `low` to `high` tokens before them.
+    """Return the tiles of one document, whose queries see keys `low` to `high` tokens before them.
 
     Args:
         whole: a band is one tile, as large as it is: for kernels that need no mask of it.

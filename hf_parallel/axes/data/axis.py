@@ -31,7 +31,7 @@ class Data(Axis[None, DataPart]):
     always_on = True
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: None) -> DataPart:
-        """When gradients are reduced."""
+        """Decide when gradients are reduced."""
         scalar = next((p.names[0] for p in anatomy.parameters if not p.shape), None)
         if scalar is not None and config.sharing_size > 1 and config.pp_size > 1:
             why = f"a pipeline on several data ranks cannot reduce the gradient of the scalar {scalar}"

@@ -75,7 +75,7 @@ def compress(root: nn.Module, mesh: ParallelMesh) -> None:
 
 
 def list_compression_groups(mesh: ParallelMesh) -> list[dist.ProcessGroup]:
-    """The groups beside the mesh's own that weights and gradients travel in."""
+    """Return the groups beside the mesh's own that weights and gradients travel in."""
     return [_nodes[mesh].within, _nodes[mesh].across] if mesh in _nodes else []
 
 
@@ -355,7 +355,7 @@ class CodedWeight:
     scale: torch.Tensor | None = None
 
     def pre(self, mesh: object, size: object, stride: object, module: object, policy: object) -> tuple[tuple, tuple]:
-        """The codes of this rank's shard, filled up to the length of all shards."""
+        """Return the codes of this rank's shard, filled up to the length of all shards."""
         if self.scale is None:
             self.scales.agree()
         part = self.held._sharded_local_tensor
@@ -368,7 +368,7 @@ class CodedWeight:
         return (codes,), (self.scale,)
 
     def post(self, outputs: tuple, metadata: tuple, dtype: torch.dtype, *, out: Any = None) -> tuple | None:
-        """The whole weight, which multiplies as it is."""
+        """Return the whole weight in the form that products read."""
         (codes,), (scale,) = outputs, metadata
         if out is not None:
             getattr(out, "_local_tensor", out)._scale = scale

@@ -70,7 +70,7 @@ class StateFile:
         return math.ceil(size / mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
     def part(self, size: int) -> StatePart:
-        """The next part of the file, which starts at a page."""
+        """Return the next part of the file, which starts at a page."""
         start = self._used
         self._used += self.room_of(size)
         if self._used > self._reserved:
@@ -126,7 +126,7 @@ class StatePart:
         return sum(math.ceil(size / _ALIGNED) * _ALIGNED for size in sizes)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the same values whose memory is here."""
+        """Return a tensor of the same values whose memory is here."""
         kept = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=self._used)
         self._used += self.room_for([tensor.nbytes])
         return kept.view(tensor.shape).copy_(tensor)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,6 @@ from hf_parallel.axes.data.lowered import follow_dtype_now
 from hf_parallel.axes.data.units import get_groups_of, get_state_of, iterate_parameter_groups, iterate_sharded_modules
 from hf_parallel.ranks.devices import measure_free_memory
 from hf_parallel.ranks.mesh import ParallelMesh
-
-if TYPE_CHECKING:
-    pass
 
 _KEPT = "_hf_parallel_keeps_gathered"
 

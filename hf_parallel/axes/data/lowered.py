@@ -70,7 +70,7 @@ def lower_once_per_call(
 
 
 def begin_at_call(model: nn.Module, begin: Callable[[bool, torch.Size], None]) -> None:
-    """Where the script calls the model."""
+    """Call `begin` where the script calls the model."""
 
     def tell(module: nn.Module, args: tuple, kwargs: dict) -> None:
         given = next((value for value in (*args, *kwargs.values()) if torch.is_tensor(value)), None)
@@ -104,7 +104,7 @@ def _forget_copies(*_: object) -> None:
 
 
 def _is_matrix(module: nn.Module) -> bool:
-    """Is there a weight to lower? What is multiplied in 8 bits is rounded once, from fp32."""
+    """Return whether there is a weight to lower. A weight that is multiplied in 8 bits is rounded once, from fp32."""
     lowered = isinstance(module, nn.Linear | Conv1D) and recipe_of(module) is None
     return lowered and getattr(module, "weight", None) is not None
 

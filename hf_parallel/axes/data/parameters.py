@@ -68,7 +68,7 @@ def send_from_first(tensors: Iterable[torch.Tensor], groups: list[dist.ProcessGr
 
 
 def compute_checksum(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A number of 64 bits that a change of any element changes, and an exchange of two is all but sure to."""
+    """Return a number of 64 bits that a change of any element changes, and an exchange of two is all but sure to."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     weights, products = _make_checksum_buffers(device)
     values = tensor.contiguous().view(-1).view(torch.uint8)
@@ -162,7 +162,10 @@ def remove_late_parameters(root: nn.Module, changed: Iterable[nn.Module] = ()) -
 
 
 def find_registrations(info: ParamModuleInfo) -> Iterator[tuple[int, str]]:
-    """Where a parameter is registered; loading puts other objects there, so the parameter itself tells nothing."""
+    """Return the modules and names of a parameter.
+
+    Loading puts other objects there, so the parameter itself tells nothing.
+    """
     yield id(info.module), info.param_name
     yield from zip(map(id, info.shared_modules), info.shared_param_names, strict=True)
 
@@ -193,7 +196,7 @@ class Held(NamedTuple):
     offload: str
 
     def knows(self, parameter: torch.Tensor) -> bool:
-        """Is it the one that FSDP2 has of these numbers, stored or gathered?"""
+        """Return whether this is the tensor that FSDP2 has for these numbers, stored or gathered."""
         names = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
         return any(getattr(self.held, name, None) is parameter for name in names)
 
@@ -215,7 +218,7 @@ def assign_memory(parameter: DTensor, value: DTensor, found: Held | None) -> Non
 
 
 def find_holder(parameter: torch.Tensor, models: Iterable[nn.Module]) -> Held | None:
-    """Who gathers a parameter of one of these models; of a gradient, nobody."""
+    """Return what gathers a parameter of one of these models; None for a gradient."""
     found = _recall_holder(parameter)
     if found is not None or not isinstance(parameter, nn.Parameter):
         return found
@@ -236,7 +239,7 @@ def forget_holders() -> None:
 
 
 def find_holder_at(module: nn.Module, name: str, models: Iterable[nn.Module]) -> Held | None:
-    """Who gathers what a module has under a name, whatever is there now."""
+    """Return what gathers the parameter that a module has under a name, whatever is there now."""
     for model in models:
         state: Any = getattr(model, "_hf_parallel", None)
         for group in iterate_parameter_groups(state.root) if state is not None else ():

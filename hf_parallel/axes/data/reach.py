@@ -65,7 +65,7 @@ _TOLERANCE = 1e-4
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Is it one of torch's that treat every number by itself?"""
+    """Return whether it is one of torch's optimizers that treat every number by itself."""
     if type(optimizer).step.__module__ not in _BY_NUMBERS:
         return False
     return not any(group.get("differentiable") for group in optimizer.param_groups)
@@ -85,12 +85,12 @@ def find_reaches(optimizer: Optimizer) -> list[Reach]:
 
 
 def reads_whole_tensors(optimizer: Optimizer) -> bool:
-    """Does a step read rows, columns or norms, and so need whole tensors?"""
+    """Return whether a step reads rows, columns or norms, and so needs whole tensors."""
     return not {Reach.TENSORS, Reach.ALL}.isdisjoint(find_reaches(optimizer))
 
 
 def numbers_parameters(optimizer: Optimizer) -> bool:
-    """Did it give its parameters unlike numbers when it was made, as APOLLO gives each a seed by its place?"""
+    """Return whether an optimizer numbers its parameters when it is made, as APOLLO seeds each by its place."""
     find_reaches(optimizer)
     return vars(optimizer)[_NUMBERED]
 

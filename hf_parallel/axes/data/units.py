@@ -1,4 +1,4 @@
-"""The records that torch keeps of an FSDP2 unit: internals, as there is no call for them, of torch 2.11 to 2.15."""
+"""The records that torch 2.11 to 2.15 keep of an FSDP2 unit. They are internals: torch has no call for them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ REPLACES = (
 
 
 def get_state_of(unit: nn.Module | FSDPModule) -> FSDPState:
-    """The record that the hooks of a unit share."""
+    """Return the record that the hooks of a unit share."""
     return cast("FSDPState", fully_shard.state(unit))  # type: ignore[attr-defined]
 
 
 def get_groups_of(unit: nn.Module | FSDPModule) -> list[FSDPParamGroup]:
-    """The parameters of one unit that are gathered and reduced together; torch 2.11 has one such group at most."""
+    """Return the parameters of one unit that are gathered and reduced together; in torch 2.11 one group at most."""
     state = get_state_of(unit)
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
@@ -57,12 +57,12 @@ def iterate_parameter_groups(root: nn.Module) -> Iterator[FSDPParamGroup]:
 
 
 def holds_whole_gradient(held: FSDPParam) -> bool:
-    """Has a parameter a gradient of this rank's own micro-batches, which is not reduced yet?"""
+    """Return whether a parameter has a gradient of this rank's own micro-batches that is not reduced yet."""
     gathered = getattr(held, "_unsharded_param", None)
     return held.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None)
 
 
-# ---- Gradients of a unit's parameters: torch 2.15 keeps them in other places than the versions before it
+# ---- Gradients of a unit's parameters: torch 2.15 keeps them elsewhere than the versions before it
 #                                           torch 2.11 to 2.14               torch 2.15
 #     whole, of several micro-batches       the record's, apart in fp32      the gathered parameter's `grad`, in fp32
 #     dtype of the stored gradients         the group's                      each record's
@@ -95,7 +95,7 @@ def sum_in_one_dtype(group: FSDPParamGroup) -> None:
 
 
 def place_gradients(group: FSDPParamGroup) -> None:
-    """Lay out gradients that a penalty has given the shards as the shards are, to which FSDP2 adds its own."""
+    """Lay out the gradients that a penalty has given the shards like the shards: FSDP2 adds its own to them."""
     for held in group.fsdp_params:
         shard: Any = held.sharded_param
         if shard.grad is not None and shard.grad.placements != shard.placements:
@@ -103,7 +103,7 @@ def place_gradients(group: FSDPParamGroup) -> None:
 
 
 def wait_for_reductions(model: nn.Module) -> None:
-    """Let what is computed from here on read the gradients that FSDP2 is reducing on streams of its own."""
+    """Wait, in the current stream, for the gradients that FSDP2 is reducing in streams of its own."""
     group = next(iterate_parameter_groups(model), None)
     if group is None or group.device_handle.__name__ == "torch.cpu":
         return
@@ -122,7 +122,7 @@ def give_whole_gradient(held: FSDPParam, gradient: torch.Tensor) -> None:
 
 
 def keeps_apart(held: FSDPParam) -> bool:
-    """Does this torch keep sums of whole gradients beside the gathered parameter, not as its `grad`?"""
+    """Return whether this torch keeps sums of whole gradients beside the gathered parameter, not as its `grad`."""
     return hasattr(held, "to_accumulated_grad_if_needed")
 
 
@@ -161,15 +161,15 @@ def get_gradient_dtype(group: FSDPParamGroup, held: Any) -> torch.dtype | None:
 
 
 def follow_weights_dtype(held: Any) -> None:
-    """Let a stored parameter that was cast get gradients of its new dtype; torch 2.15 would go on with the former."""
+    """Let a stored parameter that was cast get gradients of its new dtype; torch 2.15 would keep the old one."""
     if getattr(held, "sharded_grad_dtype", None) not in (None, held.sharded_param.dtype):
         held.sharded_grad_dtype = held.sharded_param.grad_dtype = held.sharded_param.dtype
 
 
 def renew_group(group: FSDPParamGroup) -> None:
-    """Let a group that has run already find out anew which parameters it has, and their dtypes.
+    """Let a group that has run find out again which parameters it has, and their dtypes.
 
-    A group that has not run does so when it first runs.
+    A group that has not run does this when it first runs.
     """
     if group._reset_sharded_params:
         group._init_mp_dtypes()
@@ -178,11 +178,11 @@ def renew_group(group: FSDPParamGroup) -> None:
 
 
 def separate_dtypes(root: nn.Module) -> bool:
-    """Give modules whose trained weights are not of the dtype of most in their unit units of their own.
+    """Give a unit of its own to each module whose trained weights have another dtype than most in its unit.
 
     torch reduces all gradients of a group in one dtype. Such modules are norms in 16 bits that a script trains beside
     adapters in fp32, or copies of a head among these (`modules_to_save`). The stored parameters stay the same objects.
-    Returns whether there was any.
+    Returns whether there was such a module.
     """
     found = False
     for unit in list(iterate_sharded_modules(root)):
@@ -193,7 +193,9 @@ def separate_dtypes(root: nn.Module) -> bool:
                 stored = getattr(info.module, info.param_name)  # torch takes over what replaced its own when units run
                 if stored.requires_grad:
                     dtypes.setdefault(info.module, stored.dtype)
-            counts = Counter(sorted(dtypes.values(), key=lambda dtype: -dtype.itemsize))  # of a tie the widest
+            counts = Counter(
+                sorted(dtypes.values(), key=lambda dtype: -dtype.itemsize)
+            )  # of equally frequent ones the widest
             if len(counts) < 2:
                 continue
             prevailing, found = counts.most_common(1)[0][0], True
@@ -227,7 +229,7 @@ def _move_to_own_unit(module: nn.Module, unit: FSDPModule, group: FSDPParamGroup
 
 
 def forget_gathered_memory(root: nn.Module) -> None:
-    """Let the units below `root` make room for gathered weights anew, because the dtype of these changes.
+    """Let the units below `root` allocate memory for gathered weights again, because their dtype changes.
 
     Call it while no unit holds gathered weights. torch has no call for this; looked at in torch 2.13.
     """

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 
 class Settings(TypedDict, total=False):
-    """The settings of `fully_shard`, alike for all units of a model."""
+    """The settings of `fully_shard`, the same for all units of a model."""
 
     mesh: DeviceMesh
     mp_policy: MixedPrecisionPolicy
@@ -146,7 +146,7 @@ def _is_alone(model: nn.Module, end: nn.Module) -> bool:
     return bool(own) and sum(id(parameter) in own for parameter in every) == len(own)
 
 
-# ---- Replicas that share nothing out: FSDP2 without the copies that it makes where each rank owns the whole weight
+# ---- Replicas without shards: FSDP2 without the copies that it makes where each rank owns the whole weight
 #                             torch 2.13                              here
 #     weights, each pass      copied into memory made for them        the stored ones
 #     gradients               copied into a buffer, and from there    copied into a buffer
@@ -291,7 +291,7 @@ def list_owners_of_tied(blocks: list[nn.Module]) -> list[list[nn.Module]]:
 
 
 def separate_dtypes_at_first(root: nn.Module, *args: object) -> None:
-    """Look at what trains before units first run: adapters may have come, and a script may have unfrozen weights."""
+    """Separate dtypes before units first run: adapters may have come, and a script may have unfrozen weights."""
     state = get_state_of(root) if isinstance(root, FSDPModule) else None
     if state is not None and state._is_root is None and separate_dtypes(root):
         for module in iterate_sharded_modules(root):
@@ -300,7 +300,7 @@ def separate_dtypes_at_first(root: nn.Module, *args: object) -> None:
 
 
 def _prepare_classes_of_other_bases(root: nn.Module) -> None:
-    """Make the classes that `fully_shard` gives to modules such as a `class Model(ABC, nn.Module)`; torch cannot.
+    """Make the classes that `fully_shard` gives to modules such as `class Model(ABC, nn.Module)`, which torch cannot.
 
     Python gives an object another class only if both got their `__dict__` above the same base. FSDP2's have theirs
     above `object`, such a model above `ABC`.
@@ -348,7 +348,7 @@ def _name_as_before(kind: type) -> None:
 
 
 def _shard_other_dtypes(unit: nn.Module, again: bool, settings: Settings) -> None:
-    """Give modules whose dtype is not that of most of `unit`, such as norms kept in fp32, groups of their own.
+    """Give groups of their own to modules with another dtype than most of `unit`, such as norms kept in fp32.
 
     torch reduces all gradients of a group in one dtype.
     """
@@ -530,7 +530,7 @@ def _keep_what_runs_again(model: nn.Module) -> None:
 
 
 def _gather_anew(model: nn.Module, args: tuple) -> None:
-    """Free the weights that a forward pass without a backward pass has left gathered, so that they are gathered anew.
+    """Free the weights that a forward pass without a backward pass has left gathered, so that they are gathered again.
 
     They may have changed since. We free them always, because a write through `p.data` leaves no trace, and all ranks
     must gather together.

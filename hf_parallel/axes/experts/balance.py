@@ -66,7 +66,7 @@ def balance_over_data_ranks(model: nn.Module, mesh: ParallelMesh) -> None:
 
 
 def with_exact(model: PreTrainedModel, output: ModelOutput, exact: torch.Tensor) -> ModelOutput:
-    """The output of `model` with this auxiliary loss instead of its own, in its loss too."""
+    """Return the output of `model` with this auxiliary loss instead of its own, in its loss too."""
     if output.loss is not None:
         change = balance_coefficient(model) * (exact - output.aux_loss.to(exact.device))
         output["loss"] = output.loss + change.to(output.loss.device)
@@ -75,7 +75,7 @@ def with_exact(model: PreTrainedModel, output: ModelOutput, exact: torch.Tensor)
 
 
 def compute_loss_of_sums(sums: torch.Tensor) -> torch.Tensor:
-    """The auxiliary loss of what `balance_sums` counts, of which probabilities alone have a gradient."""
+    """Return the auxiliary loss of what `balance_sums` counts, of which probabilities alone have a gradient."""
     experts = len(sums) // 2
     chosen, probable, tokens = sums.split([experts, experts, 1])
     return experts * torch.sum(chosen.detach() / tokens.detach() * probable / tokens.detach())
@@ -146,7 +146,7 @@ class Capacity:
         return hidden, shown, weights * kept
 
     def read(self) -> float:
-        """The share of pairs that were dropped. Collective over all ranks."""
+        """Return the share of pairs that were dropped. Collective over all ranks."""
         sums, self.sums = self.sums.to(self.mesh.device), torch.zeros(2, device=self.mesh.device)
         dist.all_reduce(sums)
         dropped, all_ = sums.tolist()
@@ -250,7 +250,7 @@ class StageBalance:
     def _collect(
         self, index: int, router: nn.Module, args: tuple, output: torch.Tensor | tuple[torch.Tensor, ...]
     ) -> None:
-        """Not when layers run again for their backward."""
+        """Collect what a router has chosen, but not when layers run again for their backward pass."""
         if self.logits is not None:
             self.logits.append(output[index] if isinstance(output, tuple) else output)
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class Arrived(NamedTuple):
-    """The rows that this rank's experts compute, the expert of each, and what leads them back."""
+    """The rows that this rank's experts compute, the expert of each row, and how the rows get back."""
 
     rows: torch.Tensor
     experts: torch.Tensor
@@ -72,7 +72,7 @@ def send(
     own = torch.zeros(count + 1, dtype=torch.long, device=tokens.device)
     own = own.scatter_add_(0, chosen, torch.ones_like(chosen))[:count].view(ranks, -1)
     theirs = exchange_equally(own, group)
-    if isinstance(own, FakeTensor):  # of tensors without values equally many go to each rank, and come from it
+    if isinstance(own, FakeTensor):  # tensors without values go to all ranks in equal numbers
         sent = received = [len(chosen) // ranks + (rank < len(chosen) % ranks) for rank in range(ranks)]
     else:
         sent, received = torch.stack([own.sum(1), theirs.sum(1)]).tolist()
@@ -100,12 +100,12 @@ def fill_with_zeros(rows: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class Early(nn.Module):
-    """Mixin of shared experts that may have been computed already."""
+    """Mixin of shared experts that may have been computed ahead."""
 
     done: tuple[torch.Tensor, torch.Tensor] | None = None  # of which tokens, and what
 
     def ahead(self, tokens: torch.Tensor) -> None:
-        """Compute them now: the model will ask for those of these tokens."""
+        """Compute them for these tokens now: the model will ask for them later."""
         self.done = None
         self.done = tokens, self(tokens)
 
@@ -124,7 +124,7 @@ class Early(nn.Module):
 
 @dataclass(eq=False)
 class Sharing:
-    """The way in which the experts of a model are shared out, alike for all its layers."""
+    """The way in which the experts of a model are shared out, the same for all its layers."""
 
     group: dist.ProcessGroup
     tp_group: dist.ProcessGroup | None
@@ -132,7 +132,7 @@ class Sharing:
     sequence_flag: SequenceParallelFlag | None
 
 
-#: Numbers of a part of the products of rows and weights: smaller parts would take Python longer than the GPU.
+#: Numbers in one part of the products of rows and weights: smaller parts take Python longer than the GPU.
 PART = 2**25
 
 

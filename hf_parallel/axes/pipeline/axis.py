@@ -38,7 +38,7 @@ _SHARDS = "pp_size=1 with dp_shard works"
 
 
 class Pipeline(Axis[StageFacts, PipelinePart]):
-    """Cuts the model into stages; what each rank keeps is its stages, under the names of the Hub."""
+    """Cuts the model into stages. Each rank keeps its stages, under the Hub's names."""
 
     name = "pp"
     inside = True
@@ -47,7 +47,7 @@ class Pipeline(Axis[StageFacts, PipelinePart]):
         """Read the order in which the model runs its modules, what each costs, and whether its ends share a weight.
 
         Returns:
-            These facts; of a model that cannot be cut into stages the reason, with what works.
+            The facts; for a model that cannot be cut into stages the reason, with what works.
         """
         backbone = get_backbone_of(model)
         plan = find_backbone_plan(backbone) if backbone is not None else None
@@ -81,10 +81,10 @@ class Pipeline(Axis[StageFacts, PipelinePart]):
         """Choose the schedule, and layers per stage: `pipeline_split`, else balanced by cost.
 
         Raises:
-            SpecError: the model cannot be cut, has too few layers, or the schedule does not take it. Further: bubbles
-                that would take the curvature of experts, or of a loss that is no mean over tokens; mirrors of experts,
-                or of a loss that is no sum over micro-batches, all of which would go down; clocks that cannot be
-                locked, without an NVIDIA GPU, NVML or the right to.
+            SpecError: the model cannot be cut, has too few layers, or the schedule does not take it;
+                `pipeline_fill=kfac` with experts, or with a loss that is no mean over tokens; `chimera` with experts,
+                or with a loss that is no sum over micro-batches; `pipeline_energy=slack` without an NVIDIA GPU, NVML
+                or the right to lock clocks.
         """
         if facts.refusal is not None or facts.costs is None:
             refuse(f"pp_size={config.pp_size}", facts.refusal)
@@ -174,7 +174,7 @@ class Pipeline(Axis[StageFacts, PipelinePart]):
         building.roots = [(stage, view.layers) for stage, view in zip(engine.stages, views, strict=True)]
 
     def finish(self, model: nn.Module, part: PipelinePart, building: Building) -> None:
-        """Stand behind `model.forward`; sequences are padded inside of it."""
+        """Put the engine behind `model.forward`, inside of which sequences are padded."""
         assert building.pipeline is not None
         building.pipeline.attach()
 
@@ -215,13 +215,13 @@ def _share_layers(config: ParallelConfig, facts: StageFacts, costs: Costs) -> tu
 
 
 def check_own_functions(config: ParallelConfig, trainer: str | None = None) -> None:
-    """Before 2.13 torch loses the nodes of own functions between the two halves of a split backward pass.
+    """Refuse our autograd functions in split backward passes: torch before 2.13 loses their nodes in between.
 
     Args:
-        trainer: one that has the head and the loss in such a function.
+        trainer: the name of a trainer whose head and loss are such a function.
 
     Raises:
-        SpecError: a weight is in one: to overlap collectives with products, or for head and loss in chunks.
+        SpecError: such a function has a weight: that of `tp_overlap`, or that of head and loss in chunks.
     """
     old = Version(torch.__version__).release[:2] < (2, 13)
     if not old or config.pipeline_schedule not in SPLIT_BACKWARD:

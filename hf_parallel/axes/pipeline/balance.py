@@ -5,7 +5,7 @@ token as in Narayanan et al., 2021 (Megatron-LM, appendix): 2 per weight of each
 attention's two products. A backward costs twice that everywhere, so the ratios hold for a training step. They are
 counted from the modules, each layer for itself, on any device: do it before anything is cut, over pp or tp.
 
-Under schedules with several stages per rank balance the stages: ranks whose stages are equally fast are so too.
+Under schedules with several stages per rank stages are balanced, and with them the ranks.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ class Costs:
 def block_costs(
     model: PreTrainedModel, backbone: PreTrainedModel, plan: Backbone, sequence_length: int | None = None
 ) -> Costs:
-    """Count a whole model, on any device.
+    """Count the costs of a whole model, on any device.
 
     Args:
-        backbone: the part of `model` that `plan` names the parts of.
+        backbone: the part of `model` whose modules `plan` names.
         sequence_length: tokens per row; default: the longest the model reads, at most 4096.
     """
     config = get_text_config(model)
     length = sequence_length or min(getattr(config, "max_position_embeddings", None) or math.inf, _LONGEST_ASSUMED)
     layers = []
     for layer in backbone.get_submodule(plan.layers):
-        # The weights, of experts the share that works for one token, and the products of the attentions.
+        # The weights (of experts the share that one token meets) and attention's products.
         experts = {"top_k": getattr(config, "num_experts_per_tok", None), "num_experts": None}
         for part in layer.modules():  # the modules know best, layers may differ
             experts |= {key: vars(part)[key] for key in experts if isinstance(vars(part).get(key), int)}
@@ -92,7 +92,7 @@ def block_costs(
 
 
 def with_recomputation(costs: Costs, recompute: str = "full") -> Costs:
-    """A layer that is checkpointed runs its forward twice, the head once: four passes for three."""
+    """Count four passes for three where a layer is checkpointed: it runs its forward twice, the head once."""
     again = list_checkpointed_layers(recompute, len(costs.layers))
     passes = zip(costs.layers, again, strict=True)
     return replace(
@@ -101,7 +101,7 @@ def with_recomputation(costs: Costs, recompute: str = "full") -> Costs:
 
 
 def list_checkpointed_layers(recompute: str, layers: int) -> list[bool]:
-    """Return which layers run a second time as a whole; of `selective` next to nothing does."""
+    """Return which layers run a second time as a whole. `selective` recomputes next to nothing."""
     each = read_recompute_interval(recompute) or int(recompute == "full")
     return [each > 0 and place % each == 0 for place in range(layers)]
 
@@ -119,7 +119,7 @@ def _compute_weights_cost(module: nn.Module, active_share: float = 1) -> Cost:
 def balance(
     costs: Costs, stages: int, speeds: Sequence[float] | None = None, rooms: Sequence[float] | None = None
 ) -> tuple[int, ...]:
-    """Layers per stage, each at least one: the slowest stage is as fast as any split allows (dynamic programming).
+    """Return the layers per stage, by dynamic programming: the slowest stage is as fast as any split allows.
 
     Among equally fast splits the one whose memory is most even wins (in whole layers: only these can move), then the
     one with more layers on early stages. Fewer layers than stages are a SpecError.

@@ -1,6 +1,6 @@
 """Pipelines without a flush between optimizer steps: PipeDream and PipeDream-2BW.
 
-The batches of the next step enter while those of this one leave. Whoever trains must have read them by then:
+The batches of the next step enter while those of this one leave. The training loop must have read them by then:
 
     step t      backward passes of t, forward passes of t + 1 behind them      loss, norm and gradients of t
     step t+1    the rest of t + 1, which began on the weights before step t's update, and t + 2 behind it
@@ -43,7 +43,7 @@ from hf_parallel.axes.pipeline.timeline import BACKWARD, FORWARD, count_ahead_of
 
 
 class Version:
-    """A stage's weights as they are when it is made: leaves on the memory that the parameters have now."""
+    """A stage's weights at one moment: leaves on the memory that its parameters had then."""
 
     def __init__(self, engine: StageRunner) -> None:
         self._leaves = {id(parameter): nn.Parameter(parameter.data) for parameter in engine.trainable()}
@@ -56,10 +56,10 @@ class Version:
 
     @contextlib.contextmanager
     def shown(self, gradients: dict[int, torch.Tensor | None] | None = None) -> Iterator[None]:
-        """Let the modules hold the leaves of this version: graphs made in here lead to these.
+        """Let the modules hold the leaves of this version: graphs that are made inside lead to these.
 
         Args:
-            gradients: backward passes in here add to these, by id of the parameter: a step may have several versions.
+            gradients: backward passes inside add to these, by id of the parameter: a step may have several versions.
         """
         sums, leaves = ({}, {}) if gradients is None else (gradients, self._leaves)
         for module, name, parameter in self._held:
@@ -123,11 +123,11 @@ class DelayedPipeline:
         self._arrived: dict[str, list[torch.Tensor]] = {FORWARD: [], BACKWARD: []}
 
     def takes(self, count: int) -> bool:
-        """Can a step of so many micro-batches follow the one in progress?"""
+        """Return whether a step of this many micro-batches can follow the one in progress."""
         return not self.updates or len(self.updates[-1]) == count
 
     def knows_enough(self) -> bool:
-        """Are there micro-batches enough to fill the drain of the step in progress?"""
+        """Return whether there are enough micro-batches to fill the drain of the step in progress."""
         return bool(self.updates) and sum(map(len, self.updates[1:])) >= self.ranks - 1
 
     def add(self, source: object, calls: list[ScheduledCall]) -> None:
@@ -136,7 +136,7 @@ class DelayedPipeline:
         self.updates.append(Update(source, calls, Parts(calls), version))
 
     def run_alone(self, call: ScheduledCall) -> Ran:
-        """Run a step that was not announced, whatever is in flight: on the newest weights, and to its end."""
+        """Drop what is in flight, and run a step that was not announced to its end, on the newest weights."""
         alone = DelayedPipeline(self.engine)
         alone.add(None, [call])
         return alone.run([call])
@@ -172,7 +172,7 @@ class DelayedPipeline:
             counts[FORWARD] -= len(update)
             counts[BACKWARD] -= len(update)
         if any(coming.alive or coming.version is not None for coming in self.updates):
-            # The optimizer writes to memory of its own, what is in flight keeps the former.
+            # The optimizer writes to new memory; what is in flight keeps the old one.
             for parameter in engine.trainable():
                 local = getattr(parameter, "_local_tensor", None)
                 if local is None:
@@ -190,7 +190,7 @@ class DelayedPipeline:
     def _compute(self, kind: str, autocast: Callable[[], torch.autocast]) -> None:
         """Run the next forward or backward of this stage, and send what leaves it."""
         number, way = self._done[kind], 1 if kind == FORWARD else -1
-        step, i = divmod(number, len(self.updates[0]))  # all have as many
+        step, i = divmod(number, len(self.updates[0]))  # all steps have as many
         update, arrived, leaving = self.updates[step], None, None
         if 0 <= self.place - way < self.ranks:
             arrived = self._arrived[kind].pop(0) if self._arrived[kind] else self._receive(kind)
@@ -219,7 +219,7 @@ class DelayedPipeline:
         self._done[kind] += 1
 
     def _receive(self, kind: str) -> torch.Tensor:
-        """Receive what the next forward or backward that nobody has received yet begins with."""
+        """Receive the input of the next forward or backward pass that has not received it yet."""
         step, i = divmod(self._received[kind], len(self.updates[0]))
         self._received[kind] += 1
         like = self.updates[step].parts.boundaries[i]

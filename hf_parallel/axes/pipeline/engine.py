@@ -38,7 +38,7 @@ from hf_parallel.axes.pipeline.batches import (
     split_rows,
     tokens_of,
 )
-from hf_parallel.axes.pipeline.fill_run import FilledRun
+from hf_parallel.axes.pipeline.fill_kfac import FilledRun
 from hf_parallel.axes.pipeline.joint import JointStep, Parts, Ran, Run, ScheduledCall
 from hf_parallel.axes.pipeline.schedules import build_schedule, can_be_cut, can_run_micro_batches, count_micro_batches
 from hf_parallel.axes.pipeline.stage_runner import Handler, StageRunner, apply_autocast_per_stage
@@ -73,7 +73,7 @@ def run_scheduled(engine: PipelineEngine, count: int, tokens: torch.Tensor, run:
         run: computes one micro-batch on one stage from its input: the stage's output, on the last stage the loss.
 
     Raises:
-        RuntimeError: it is another call than the one that was announced.
+        RuntimeError: the call is not the one that was announced.
     """
     call = ScheduledCall(count, tokens.shape, engine.boundary(tokens, "meta").requires_grad_(), run)
     if engine.announced is not None:
@@ -146,7 +146,7 @@ def run_calls(engine: PipelineEngine, calls: list[ScheduledCall], held: HeldRun 
             for view, stage in zip(engine.views, engine.stages, strict=True):
                 stage.work, stage.autocast = functools.partial(work, view), autocast
             schedule.step(index, target=index, losses=losses, return_outputs=False, micro_batch=index)
-        except RuntimeError as error:  # a stage's own error, as in one process: torch raises one of its own for it
+        except RuntimeError as error:  # raise the stage's own error, as in one process: torch wraps it
             is_wrapper = str(error).lstrip().startswith(("[Stage", "Failed to run stage"))
             raise (error.__cause__ if is_wrapper and error.__cause__ is not None else error) from None
         finally:

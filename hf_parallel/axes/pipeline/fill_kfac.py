@@ -31,9 +31,10 @@ import torch.distributed as dist
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_parallel.axes.pipeline.batches import count_causal_targets, tokens_of
+from hf_parallel.axes.pipeline.batches import collect_fresh_gradients, count_causal_targets, tokens_of
 from hf_parallel.axes.pipeline.gaps import Place, Task, find_gaps, place_tasks
-from hf_parallel.axes.pipeline.timeline import BACKWARD, FILL, FORWARD, order, simulate
+from hf_parallel.axes.pipeline.joint import Parts, Ran, ScheduledCall
+from hf_parallel.axes.pipeline.timeline import BACKWARD, FILL, FORWARD, Action, order, simulate
 from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class Curvature:
 class KfacFill:
     """Computes, inverts and applies the curvature of one rank's linear layers.
 
-    Whoever trains calls `begin_step` before the first batch of an optimizer step and `end_step` after the last one.
+    The training loop calls `begin_step` before the first batch of an optimizer step and `end_step` after the last one.
     """
 
     def __init__(self, engine: StageRunner) -> None:
@@ -144,7 +145,7 @@ class KfacFill:
         self.age = 0  # steps since `gathering` began
 
     def begin_step(self) -> None:
-        """Begin an optimizer step; every `interval` steps it is one whose curvature is taken."""
+        """Begin an optimizer step; every `interval` steps its curvature is taken."""
         if not self.layers:  # the trained linear layers between embedding and head
             layers = [layer for view in self.engine.views for layer in view.layers]
             inside = {id(module) for layer in layers for module in layer.modules()}
@@ -327,10 +328,10 @@ class KfacFill:
     # ---- gaps ----------------------------------------------------------------------------------------------------
 
     def fill(self, count: int, action: int) -> None:
-        """Run what was placed in the gap before an action; after the last one, in that at the end.
+        """Run the units placed in the gap before an action or, after the last action, in the gap at the end.
 
         Args:
-            count: of micro-batches of the schedule.
+            count: the number of micro-batches in the schedule.
         """
         if not self._stage_seconds or not self.in_step or self.gathering is None:
             return
@@ -371,7 +372,7 @@ class KfacFill:
         return self._placements[count]
 
     def _list_tasks(self, count: int) -> list[Task]:
-        """All units of an interval, in the order in which their inputs are there."""
+        """Return all units of an interval, in the order in which their inputs arrive."""
         tasks, last_sum = [], (self.interval - 1) // 2
         kinds = {FORWARD: INPUTS, BACKWARD: GRADIENTS}
         actions = order(self.engine.config.pipeline_schedule, self.ranks, 1, count)[self.place]
@@ -385,3 +386,77 @@ class KfacFill:
                 ready = Place(last_sum + 1, 0)
                 tasks.append(Task(Unit(kind, layer), self.seconds.get((kind, layer), 0.0), ready, self.interval))
         return tasks
+
+
+# ---- A run of a flushed schedule as a list of actions per rank, with other work in the gaps between them
+# torch's schedules have no place for other work: they wait for a message as soon as the action before it has ended.
+# Here a rank asks for its next message, does what was placed in the gap, and then waits.
+
+
+class FilledRun:
+    """A run of a schedule with one stage per rank."""
+
+    def __init__(self, engine: StageRunner, fill: KfacFill, calls: list[ScheduledCall]) -> None:
+        self.engine, self.fill, self.parts = engine, fill, Parts(calls)
+        self.view, self.stage = engine.views[0], engine.stages[0]
+        self.place, self.ranks = engine.group.rank(), engine.group.size()
+        # Messages of the two directions must not wait for each other.
+        self.groups = {FORWARD: engine.group, BACKWARD: engine.mesh.second_stage_group}
+        self.alive: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}  # what arrived, what left
+        self.losses: list[torch.Tensor] = []
+        self.sent: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def run(self, autocast: Callable[[], torch.autocast]) -> Ran:
+        """Run all micro-batches forward and backward."""
+        engine, count = self.engine, len(self.parts)
+        engine.services.before_run(True, self.parts.calls[0].tokens)
+        engine.latest_count = count
+        actions = order(engine.config.pipeline_schedule, self.ranks, 1, count)[self.place]
+        with collect_fresh_gradients(engine.trainable()) as fresh:
+            self.stage.work, self.stage.autocast = functools.partial(self.parts.run, self.view), autocast
+            try:
+                for position, action in enumerate(actions):
+                    arrived, work = None, None
+                    source = self.place + (-1 if action.kind == FORWARD else 1)
+                    if 0 <= source < self.ranks:  # ask for the message that the action needs
+                        like = self.parts.boundaries[action.micro_batch]
+                        arrived = torch.empty(like.shape, dtype=like.dtype, device=engine.mesh.device)
+                        work = dist.irecv(arrived, group=self.groups[action.kind], group_src=source)
+                    self.fill.fill(count, position)
+                    if work is not None:
+                        work.wait()
+                    self._compute(action, arrived)
+            finally:
+                self.stage.work = None
+            self.fill.fill(count, len(actions))
+        for work, _ in self.sent:
+            work.wait()
+        losses = self.parts.losses(self.losses, engine.mesh.device)
+        dist.broadcast(losses, group=engine.group, group_src=engine.last_rank)
+        return Ran(list(losses.unbind()), fresh, None)
+
+    def _compute(self, action: Action, arrived: torch.Tensor | None) -> None:
+        kind, _, i, _ = action
+        way = 1 if kind == FORWARD else -1
+        span = self.engine.recorder.span(kind, self.view.index, i)
+        with self.parts.around(i), self.fill.timed(kind), span:
+            if kind == FORWARD:
+                hidden = None if arrived is None else arrived.requires_grad_()
+                self.fill.number = i
+                output = self.stage(hidden, i)
+                self.alive[i] = hidden, output
+                if self.place == self.ranks - 1:
+                    self.losses.append(output.detach())
+            else:
+                hidden, output = self.alive.pop(i)
+                if output.requires_grad:
+                    torch.autograd.backward(output, arrived)
+        if not 0 <= self.place + way < self.ranks:
+            return
+        leaving = output.detach()
+        if kind == BACKWARD:
+            hidden = cast(torch.Tensor, hidden)
+            leaving = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
+        leaving = leaving.contiguous()
+        work = dist.isend(leaving, group=self.groups[kind], group_dst=self.place + way)
+        self.sent.append((cast(dist.Work, work), leaving))

@@ -62,7 +62,7 @@ class Parts:
         return len(self.places)
 
     def around(self, micro_batch: int) -> contextlib.AbstractContextManager[None]:
-        """The context in which a micro-batch is computed."""
+        """Return the context in which a micro-batch is computed."""
         return use_known_mask(self.places[micro_batch][0].known)
 
     def run(self, view: StageView, hidden: torch.Tensor | None, micro_batch: int) -> torch.Tensor:
@@ -71,7 +71,7 @@ class Parts:
         return call.run(view, hidden, own)
 
     def losses(self, of_parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """The loss of each call, from those of all micro-batches; zeros where no stage of this rank computes any."""
+        """Return the loss of each call, from those of all micro-batches; zeros on ranks that compute none."""
         if not of_parts:
             return torch.zeros(len(self.calls), device=device)
         parts = torch.stack([part.detach().float() for part in of_parts])

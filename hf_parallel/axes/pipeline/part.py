@@ -45,7 +45,7 @@ class PipelinePart:
 
 
 def does_recompute_in_parts(config: ParallelConfig, schedule: str) -> bool:
-    """Does each part of its backward recompute checkpointed layers for itself? That costs more than a bubble."""
+    """Return whether each part of the backward pass recomputes checkpointed layers, which costs more than a bubble."""
     return config.recompute_way != "none" and schedule in SPLIT_BACKWARD
 
 

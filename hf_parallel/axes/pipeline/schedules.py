@@ -45,7 +45,7 @@ def choose_schedule(config: ParallelConfig, layers: int, tied: bool) -> str:
 
 
 def predict_bubble(config: ParallelConfig, layers: tuple[int, ...], micro_batches: int) -> float:
-    """The idle share of a step, simulated for layers of equal cost."""
+    """Return the idle share of a step, simulated for layers of equal cost."""
     if config.delays_updates:
         return timeline.simulate_without_flush(
             config.pp_size, micro_batches, *timeline.compute_layer_costs(layers)
@@ -85,7 +85,7 @@ def count_micro_batches(rows: int, config: ParallelConfig) -> int:
 
 
 def can_be_cut(rows: int, config: ParallelConfig) -> bool:
-    """Can the schedule run a batch of this many rows? Others run whole: exact, only less overlapped."""
+    """Return whether the schedule can run a batch of this many rows. Others run whole: exact, only less overlapped."""
     try:
         return count_micro_batches(rows, config) > 0
     except SpecError:
@@ -93,7 +93,7 @@ def can_be_cut(rows: int, config: ParallelConfig) -> bool:
 
 
 def can_run_micro_batches(config: ParallelConfig, micro_batches: int) -> bool:
-    """Can the schedule run this many micro-batches?"""
+    """Return whether the schedule can run this many micro-batches."""
     name, ranks = config.pipeline_schedule, config.pp_size
     if name == "pipedream":  # batches of later steps fill its stages
         return micro_batches >= 1

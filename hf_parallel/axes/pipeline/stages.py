@@ -9,9 +9,9 @@ backbone is on the last stage.
     stage 0                     x            x         x        exit       ->       ->      ->
     stage 1                     ->           ->       entry      x         x        x       x
 
-The layer just before a stage's own is its entry: it gives what the previous stage computed. So what the model does
-between embedding and layers (scaling, positions, dropout) happens once, on the first stage. The layer just after its
-own is its exit, where the forward ends. A rank with several stages shows the model one of them at a time.
+The layer just before a stage's own layers is its entry, which returns what the previous stage computed. So what the
+model does between embedding and layers (scaling, positions, dropout) happens once, on the first stage. The layer just
+after them is its exit, where the forward pass ends. A rank with several stages shows the model one of them at a time.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class StandIn(nn.Module):
     real: nn.Module  # that module, without values
     where: str
     device_here: Callable[[], torch.device]
-    same: dict[str, tuple[nn.Module, str]]  # parameters that a module of this rank holds too, being tied
+    same: dict[str, tuple[nn.Module, str]]  # tied parameters, which a module of this rank holds too
 
     def forward(self, *args: object, **kwargs: object) -> object:
         raise RuntimeError(f"hf_parallel: {self.where}, and cannot be called by itself here; pp_size=1 works")
@@ -120,7 +120,9 @@ class StandIn(nn.Module):
         return known[1]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """A parameter that a script sets, or ties, belongs to whoever holds the module."""
+        """Keep the shape of a parameter that a script sets, or ties; its values belong to the rank that holds the
+        module.
+        """
         empty = None if param is None else torch.empty(param.shape, dtype=param.dtype, device="meta")
         self.real._parameters[name] = None if empty is None else nn.Parameter(empty)
 
@@ -239,7 +241,9 @@ class RemoteModules:
 
 
 def _find_inside_adapters(model: nn.Module, key: str) -> tuple[dict, str]:
-    """Return the parameters of the module that has this one, and its name there; adapters around it change its key."""
+    """Return the parameters of the module with this one, and its name there; adapters around the module change its
+    key.
+    """
     owner, _, leaf = key.rpartition(".")
     module: Any = model.get_submodule(owner)
     while hasattr(module, "base_layer"):
@@ -248,7 +252,7 @@ def _find_inside_adapters(model: nn.Module, key: str) -> tuple[dict, str]:
 
 
 def follow_wrappers(stages: nn.ModuleList, model: nn.Module) -> None:
-    """Let the stages hold wrappers that have been put around their parts in `model`, in the place of these."""
+    """Let the stages hold the wrappers that have been put around their parts in `model`."""
     around = {id(module.base_layer): module for module in model.modules() if hasattr(module, "base_layer")}
     for stage in stages:
         parts: Any = stage.parts
@@ -257,7 +261,7 @@ def follow_wrappers(stages: nn.ModuleList, model: nn.Module) -> None:
 
 
 def without_values(module: nn.Module) -> nn.Module:
-    """Return the module with tensors on the meta device; others may go on to hold the former ones."""
+    """Return the module with tensors on the meta device. Other modules may keep the former tensors."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
@@ -396,7 +400,7 @@ def _find_children(parent: nn.Module, names: Iterable[str]) -> dict[str, nn.Modu
 
 
 def find_boundary_dtype(layers: list[nn.Module]) -> torch.dtype:
-    """Dtype of the activations between stages: that of the residual stream, which follows the weights.
+    """Return the dtype of activations between stages: that of the residual stream, which follows the weights.
 
     Linears in 4 bits have no dtype to follow, and adapters in fp32 give what they are given: frozen norms tell.
     """

@@ -51,7 +51,7 @@ SIMPLEST_FIRST = ("gpipe", "1f1b", *LOOPED_SCHEDULES, *V_SCHEDULES)
 
 
 class Action(NamedTuple):
-    """A piece of work of one rank. An overlap has two parts, a forward and a full backward, and no stage itself."""
+    """A piece of work of one rank. An overlap has two parts, a forward and a full backward, and no own stage."""
 
     kind: str
     stage: int
@@ -63,7 +63,7 @@ Order = dict[int, list[Action]]
 
 
 def order(name: str, stages: int, virtual: int, micro_batches: int) -> Order:
-    """The compute actions of every rank, in the order in which torch's own schedule runs them.
+    """Return the compute actions of every rank, in the order in which torch's own schedule runs them.
 
     Args:
         stages: number of ranks of the pipeline.
@@ -105,7 +105,7 @@ def compute_mirrored_rank(stage: int, micro_batch: int, ranks: int) -> int:
     return stage if micro_batch % 2 == 0 else ranks - 1 - stage
 
 
-#: Which action a rank prefers of those that it can begin at the same time: the first backward, or the first forward.
+#: The action that a rank prefers of those that it can begin at the same time: the first backward, or forward.
 _PREFERENCES = ((BACKWARD, FORWARD), (FORWARD, BACKWARD))
 
 
@@ -117,7 +117,7 @@ def make_mirrored_order(ranks: int, micro_batches: int) -> Order:
     `ranks` micro-batches are alive on a rank, of both directions. Of two preferences the shorter schedule is taken.
 
     Raises:
-        SpecError: numbers of which not half can go each way.
+        SpecError: an odd number of ranks or micro-batches, of which half cannot go each way.
     """
     if ranks % 2 or ranks < 2:
         refuse(f"pp_size={ranks}", "pipeline_schedule=chimera mirrors stages in pairs of ranks", max(2, ranks - 1))
@@ -152,13 +152,13 @@ def _list_schedule(ranks: int, micro_batches: int, preference: tuple[str, str]) 
 
 
 def count_virtual_stages(name: str, asked: int = 2) -> int:
-    """Stages per rank: one or two where the schedule fixes them, else `asked`."""
+    """Return the stages per rank: one or two where the schedule fixes them, else `asked`."""
     return asked if name in LOOPED_SCHEDULES else 2 if name in V_SCHEDULES else 1
 
 
 @dataclass(eq=False)
 class _StandIn:
-    """A stage as torch's schedules read it. It computes nothing and notes what they ask it to run."""
+    """A stage for torch's schedules that computes nothing and notes what they ask it to run."""
 
     is_first = is_last = False  # so no loss is asked for
     has_backward = True
@@ -188,7 +188,7 @@ def _read_torch_schedule(name: str, stages: int, virtual: int, micro_batches: in
     """Read what torch's schedule computes on every rank.
 
     Schedules of several stages per rank run what they publish, with None where a rank is expected to wait. Others are
-    run: what 1F1B publishes as the order of its last rank leaves out the first forward.
+    run, because the order that 1F1B publishes for its last rank leaves out the first forward.
     """
     from torch.distributed.pipelining.schedules import get_schedule_class  # slow to import: for pipelines only
 
@@ -214,12 +214,14 @@ def _translate_action(action: _Action) -> Action:
 
 
 def flatten_overlaps(actions: Iterable[Action]) -> list[Action]:
-    """Take overlaps apart."""
+    """Replace each overlap by its parts."""
     return [part for action in actions for part in action.parts or (action,)]
 
 
 def count_peak_live(order: Order) -> list[int]:
-    """Per rank the largest number of forwards whose activations are held: until their backward has run, both parts."""
+    """Return per rank the largest number of forwards whose activations are held: until both parts of their backward
+    ran.
+    """
     peaks = []
     for rank in sorted(order):
         live = [0]
@@ -252,7 +254,7 @@ class Timeline:
 
     @property
     def start(self) -> float:
-        """When the first rank begins."""
+        """The time at which the first rank begins."""
         return min(span.start for span in self.spans)
 
     @property
@@ -268,7 +270,7 @@ class Timeline:
 
     @property
     def ranks_at_work(self) -> float:
-        """Return how many ranks compute at a time on average over the time of those that compute."""
+        """Return how many ranks compute at a time, as a rank that computes sees it on average."""
         changes = [(when, step) for span in self.spans for when, step in ((span.start, 1), (span.end, -1))]
         busy = seen = 0.0
         working, before = 0, self.start
@@ -280,7 +282,8 @@ class Timeline:
 
 
 def compute_layer_costs(layers: Sequence[int], backward: float = 2.0) -> tuple[list[float], list[float], list[float]]:
-    """Forward, input-gradient and weight-gradient time of stages of so many layers, in forwards of one layer.
+    """Return the times of stages of so many layers (forward, input gradient, weight gradient), in forwards of one
+    layer.
 
     The first stage needs no gradient of its input: torch's split backward does nothing there and runs all of it as the
     weight part, which the simulation of the zero-bubble schedules has to know.
@@ -410,7 +413,10 @@ class _Simulation:
 
 
 def needs(action: Action, stages: int) -> list[tuple[str, int, int]]:
-    """The results an action waits for, as (kind, stage, micro-batch); a full backward counts as its input gradient."""
+    """Return the results an action waits for: (kind, stage, micro-batch).
+
+    A full backward counts as its input gradient.
+    """
     kind, stage, i, _ = action
     if kind == FORWARD:
         return [(FORWARD, stage - 1, i)] if stage else []
@@ -425,7 +431,7 @@ def _name_result(action: Action) -> tuple[str, int, int]:
 
 
 def with_communication(timeline: Timeline) -> Timeline:
-    """A recorded timeline with spans for what a rank waits for a result that is ready on another one.
+    """Return a recorded timeline with spans for what a rank waits for a result that is ready on another one.
 
     Before the sender has it, waiting is idle time; after that, and once the receiver is free, it is communication.
     """
@@ -447,7 +453,7 @@ def with_communication(timeline: Timeline) -> Timeline:
 
 
 def split_evenly(layers: int, stages: int) -> list[int]:
-    """Layers per stage; early stages take the remainder."""
+    """Return the layers per stage; early stages take the remainder."""
     return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
 
@@ -460,7 +466,7 @@ def choose_fastest_schedule(
     virtual: int = 2,
     most_live: float | None = None,
 ) -> str:
-    """The schedule with the smallest simulated bubble; of equal ones the simplest.
+    """Return the schedule with the smallest simulated bubble; of equal ones the simplest.
 
     Args:
         virtual: stages per rank of the interleaved schedules; the others have one or two.
@@ -489,7 +495,7 @@ def choose_fastest_schedule(
     return min(found)[2]
 
 
-# ---- A timeline as a picture: one row per rank, time to the right, one box per action. Plain SVG, written by hand
+# ---- A timeline as a picture: one row per rank, time to the right, one box per action, in plain SVG
 # write("step.svg", timeline, "1f1b", predicted=3 / 11, measured=timeline.bubble)
 
 
@@ -516,7 +522,7 @@ def write_timeline_picture(
 def render_timeline(
     timeline: Timeline, name: str, predicted: float | None = None, measured: float | None = None
 ) -> str:
-    """The picture as text.
+    """Return the picture as text.
 
     Args:
         name: of the schedule, for the title.
@@ -605,6 +611,6 @@ def time_axis(duration: float, left: float, y: float, wide: float, unit: str = "
 def render_text_at(
     x: float, y: float, text: str, fill: str = INK, anchor: str = "start", size: int = 12, weight: int = 400
 ) -> str:
-    """A line of text."""
+    """Return a line of text."""
     style = f'fill="{fill}" text-anchor="{anchor}" font-size="{size}" font-weight="{weight}"'
     return f'<text x="{x:.2f}" y="{y:.2f}" {style}>{escape(text)}</text>'

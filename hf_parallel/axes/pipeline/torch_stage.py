@@ -120,7 +120,7 @@ class TorchStage(PipelineStage):
             super().clear_runtime_states()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Another run of the step is to add to what this one has left, or has done so."""
+        """Leave out torch's reduction if another run of the step adds to what this one has left, or has done so."""
         if self.reduces:
             super().perform_reduce_grad(grad_scale_factor)
 
@@ -209,7 +209,7 @@ class Recorder:
         self.marks, self._zero, self.active = [], self.mark(), True
 
     def span(self, kind: str, stage: int, micro_batch: int) -> contextlib.AbstractContextManager:
-        """A context: what runs inside is one span."""
+        """Return a context whose inside is recorded as one span."""
         return _Open(self, kind, stage, micro_batch) if self.active else _NOTHING
 
     def mark(self) -> Mark:

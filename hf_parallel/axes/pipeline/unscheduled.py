@@ -79,11 +79,11 @@ class Call:
 
     @property
     def has_tensors(self) -> bool:
-        """Did the script make tensors of its own for it?"""
+        """Return whether the script made tensors of its own for the call."""
         return any(torch.is_tensor(value) for value in tree_leaves(self.kwargs))
 
     def arguments(self, batch: Batch, device: torch.device) -> Batch:
-        """The arguments on a stage that has this batch."""
+        """Return the arguments on a stage that has this batch."""
 
         def resolve(value: object) -> object:
             if isinstance(value, FromBatch):
@@ -247,7 +247,7 @@ def free(engine: StageRunner) -> None:
 
 
 def describe_call(engine: StageRunner, kwargs: Batch, batch: Batch, values: bool = True) -> Call:
-    """A call of `engine`'s backbone in a form that other stages understand; or one to compare, without `values`."""
+    """Return a call of `engine`'s backbone in a form for other stages; without `values`, in a form to compare."""
     entries = {id(value): FromBatch(key) for key, value in batch.items() if torch.is_tensor(value)}
 
     def name(value: object) -> object:

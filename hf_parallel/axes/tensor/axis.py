@@ -329,7 +329,7 @@ def _find_grid_obstacle(model: nn.Module, styles: dict[str, str]) -> str | None:
         for key in [first, *(key for key in parameters if key in READ_BESIDES)]:
             read = does_read_features(owner, key)
             if read or (read is None and key not in _OF_DECODERS):
-                return f"that {type(owner).__name__} does no more with {key} than to multiply it is not known"
+                return f"{type(owner).__name__} may do more with {key} than multiply it"
     return None
 
 

@@ -1,9 +1,9 @@
-"""Random numbers of a rank's own, where ranks drop different things.
+"""Random numbers of a rank's own, where the ranks of a group drop different things.
 
 Ranks of a tensor-parallel group share their random state, so dropout agrees where they hold the same tensor. Where
 they hold different heads or different parts of the sequence the masks must differ (Megatron-LM's two random states).
-Here the own state follows from the shared one and the rank, and nothing is kept between calls: activation
-checkpointing, which restores the shared state, finds the same masks again.
+Here a rank's own state follows from the shared state and its number, and nothing is kept between calls: activation
+checkpointing restores the shared state, and so finds the same masks again.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def share_numbers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def share_numbers_of_layer(device: torch.device, group: dist.ProcessGroup, number: int) -> Iterator[None]:
-    """Share random numbers in a layer: a checkpoint starts inside it and knows its own state only.
+    """Share random numbers in a layer, inside of which a checkpoint starts that knows its own state only.
 
-    From that state's seed follows what all ranks know; `number` tells the users of one scope apart.
+    All ranks know the seed of that state. `number` tells the users of one scope apart.
     """
     generator = _get_generator(device)
     own, common = generator.get_state(), (generator.initial_seed() - group.rank() * _STRIDE) % _SEEDS

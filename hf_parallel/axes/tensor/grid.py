@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Grid:
-    """The ranks of tp by rows and columns, and those of them that share a key/value head, if any do."""
+    """The ranks of tp by rows and columns, and the ranks that share a key/value head, if any do."""
 
     mesh: DeviceMesh
     sharing: dist.ProcessGroup | None
@@ -66,7 +66,7 @@ class GridRegion(Region):
         super().__init__(owner, tp.get_group(), switch, at_owner)
         self.grid = grid
         self.over_rows, self.over_columns = (grid.mesh[axis].get_group() for axis in TP_AXES)
-        #: Of what the owner reads besides, what it only multiplies.
+        #: The other inputs of the owner that it only multiplies.
         self._multiplied = {
             name for name in READ_BESIDES if name in self._names and does_read_features(owner, name) is False
         }
@@ -112,14 +112,14 @@ class GridRegion(Region):
         if name not in self._multiplied:
             kind = type(self.owner).__name__
             raise NotImplementedError(
-                f"hf_parallel: that {kind} does no more with {name} than to multiply it is not known, and tp_mesh "
-                f"gives it a part of its features; tp={self.group.size()} without tp_mesh works"
+                f"hf_parallel: {kind} may do more with {name} than multiply it, and tp_mesh gives it a part of the "
+                f"features; tp={self.group.size()} without tp_mesh works"
             )
         return copy_to_group(split_last_dim(tensor, self.over_columns), self.over_rows)
 
 
 class JoinedHeads(TensorParallelLayer):
-    """Linear to heads that ranks share, being fewer: x […, in / C] -> […, this rank's head].
+    """Linear to fewer heads than ranks, which share them: x […, in / C] -> […, this rank's head].
 
     Consecutive ranks share a key/value head, as in `SharedHeads`; here each has a part of the weight, and of the head.
     """

@@ -29,12 +29,12 @@ class TensorParallelLayer(nn.Module):
     region: Region
     weight: torch.Tensor
     bias: torch.Tensor | None
-    enters = False  # does it enter the region with what it multiplies?
-    adapted = False  # then a wrapper around this layer enters and leaves in its place: `lora.py`
-    only_added = False  # such a wrapper does no more with the layer's product than add to it, before it leaves
+    enters = False  # does it enter the region by itself?
+    adapted = False  # does a wrapper around this layer enter and leave in its place (`lora.py`)?
+    only_added = False  # does such a wrapper only add to the layer's product before it leaves?
 
     def enter(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that the layer multiplies; entering twice is as once."""
+        """Return the tensor that the layer multiplies. Entering twice is like entering once."""
         return self.region.enter(input) if self.enters else input
 
     def leave(self, output: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ def sum_with_adapters(layer: TensorParallelLayer) -> contextlib.AbstractContextM
 
 
 class SharedHeads(TensorParallelLayer):
-    """Linear to heads that ranks share, being fewer: x […, in] -> […, this rank's rows].
+    """Linear to fewer heads than ranks, which share them: x […, in] -> […, this rank's rows].
 
     Consecutive ranks share a key/value head, as their query heads do. Each rank keeps the weight whole.
     """
@@ -100,7 +100,7 @@ class HasRows(Protocol):
 
 
 def get_rows_on(layer: HasRows, device: torch.device) -> torch.Tensor:
-    """Return the rows of a weight that this rank uses, moved once: a copy in each pass would hold the process up."""
+    """Return the rows of a weight that this rank uses, moved once: a copy in each pass would make the process wait."""
     if layer.rows.device != device:
         layer.rows = layer.rows.to(device)
     return layer.rows
@@ -136,7 +136,7 @@ class PartialGradient(TensorParallelLayer):
 
 
 class SplitNorm(PartialGradient):
-    """A norm inside an attention or MLP, on what a rank's columns give.
+    """A norm inside an attention or MLP, of what this rank's columns compute.
 
     Over all columns (OLMo 2's queries, BitNet's output): they are gathered, and this rank's part is kept. With a
     weight per head (Command R+): it is this rank's heads'. Over one head: as it is.
@@ -158,7 +158,7 @@ class SplitNorm(PartialGradient):
 
 
 def put_mixin_on(module: nn.Module, mixin: type[SplitLayer], region: Region) -> SplitLayer:
-    """Change what `module` computes, not what it is called: its class gets `mixin` in front."""
+    """Put `mixin` in front of the class of `module`: it computes something else and keeps its name."""
     split = put_in_front(mixin, module)
     split.region = region
     if issubclass(mixin, ColumnParallel):
@@ -167,7 +167,7 @@ def put_mixin_on(module: nn.Module, mixin: type[SplitLayer], region: Region) -> 
 
 
 def find_unsplit_modules(root: nn.Module) -> list[nn.Module]:
-    """Return the modules in `root` that hold whole weights; experts that are not split are on other ranks each."""
+    """Return the modules in `root` that hold whole weights, but for experts, each of which is on one rank."""
     return [
         m
         for m in root.modules()

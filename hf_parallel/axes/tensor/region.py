@@ -112,7 +112,7 @@ def is_only_multiplied(owner: nn.Module, name: str) -> bool:
 
 
 def does_read_features(owner: nn.Module, name: str) -> bool | None:
-    """Does it read the features of that input itself, so that it cannot do with a part of them?
+    """Return whether it reads the features of that input itself, so that a part of them is not enough.
 
     Inputs beside it may end a pass with an error; None: they end every pass that there is.
     """

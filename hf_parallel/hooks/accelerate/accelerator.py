@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import ModelOutput
 
 from hf_parallel.apply.own_files import make_whole
-from hf_parallel.apply.parallelize import clip_together, parallelize
+from hf_parallel.apply.parallelize import clip_together, parallelize_model
 from hf_parallel.apply.weights import former_parameters, note_former_parameters
 from hf_parallel.ask.keys.layers import check_compiled
 from hf_parallel.ask.spec import refuse
@@ -198,7 +198,7 @@ def make_parallel(model: nn.Module) -> None:
             with note_former_parameters(model):
                 add_late_parameters(state.root, state.mesh)
         return
-    make = functools.partial(parallelize, mesh=runtime.mesh())
+    make = functools.partial(parallelize_model, mesh=runtime.mesh())
     with note_former_parameters(model):
         if hasattr(model, "peft_config"):
             make_parallel_below(model, make)

@@ -105,7 +105,7 @@ class RandomStream:
 
 
 def make_plain_state(state: tuple) -> tuple:
-    """A state as numbers and tensors, which can be read without running pickled code."""
+    """Return a state as numbers and tensors, which can be read without running pickled code."""
     kind, keys, *rest = state[1]
     return state[0], (kind, np.asarray(keys).tolist(), *rest), state[2]
 
@@ -309,7 +309,7 @@ def _count_batches(loader: DataLoaderShard, batches: Iterator) -> Iterator:
 
 
 def _list_loader_parts(loader: DataLoaderShard) -> list[object]:
-    """The loader's samplers, from the outside in, and its data set."""
+    """Return the loader's samplers, from the outside in, and its data set."""
     found: list[object] = []
     waiting = [loader.base_dataloader]
     while waiting:
@@ -364,7 +364,7 @@ def load_alone(folder: str) -> None:
 
 @replace("accelerate.state:{PartialState,AcceleratorState}.num_processes", "counts all processes", adds=True)
 def num_processes(original: object) -> property:
-    """The number of data ranks."""
+    """Return the number of data ranks."""
     return property(
         lambda state: runtime.mesh().data_size, lambda state, value: vars(state).update(num_processes=value)
     )
@@ -372,7 +372,7 @@ def num_processes(original: object) -> property:
 
 @replace("accelerate.state:{PartialState,AcceleratorState}.process_index", "counts all processes", adds=True)
 def process_index(original: object) -> property:
-    """The data rank."""
+    """Return the data rank."""
     return property(
         lambda state: runtime.mesh().data_rank, lambda state, value: vars(state).update(process_index=value)
     )
@@ -501,5 +501,5 @@ def main_process_first(
 
 @replace("accelerate.accelerator:PROFILE_PATTERN_NAME", "one file for several ranks")
 def name_by_rank(original: str) -> str:
-    """A file for each rank: `{suffix}` is filled in by the index."""
+    """Return a file for each rank: `{suffix}` is filled in by the index."""
     return original.replace("{suffix}", str(dist.get_rank() if dist.is_initialized() else 0))

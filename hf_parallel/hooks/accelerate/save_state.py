@@ -150,7 +150,7 @@ def _write_accelerator_state(accelerator: Accelerator, saving: folders.Checkpoin
         if number not in replaced and names_files:
             model.save_pretrained(where)
             continue
-        tensors = replaced[number] if number in replaced else folders.full_state_dict(model, mesh)
+        tensors = replaced[number] if number in replaced else folders.gather_state_dict(model, mesh)
         if mesh.rank == 0 and tensors:
             from accelerate.utils import clean_state_dict_for_safetensors
             from safetensors.torch import save_file
@@ -208,7 +208,7 @@ def _number_file_name(folder: str, stem: str, number: int) -> str:
 
 
 def _find_model_of(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> nn.Module:
-    """The model whose parameters an optimizer has."""
+    """Return the model whose parameters an optimizer has."""
     own = {id(p) for group in get_inner_optimizer(optimizer).param_groups for p in group["params"]}
     models = accelerator._models
     return next((model for model in models if any(id(p) in own for p in model.parameters())), models[0])

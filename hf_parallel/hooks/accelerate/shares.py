@@ -275,7 +275,7 @@ class OneLoader:
 
 
 def is_ragged(gradient_state: GradientState | OneLoader) -> bool:
-    """Is this a last batch that is filled with repeated rows? All data ranks say the same."""
+    """Return whether this is a last batch that is filled with repeated rows. All data ranks say the same."""
     if not gradient_state.end_of_dataloader or gradient_state.remainder <= 0 or runtime.mesh().data_size == 1:
         return False
     # A batch sampler may leave out a last batch that is not full, which accelerate does not look at.

@@ -86,7 +86,7 @@ class TokenBatches:
         return sum(self.lengths[index] for index in batch if index >= 0)
 
     def of_epoch(self, epoch: int) -> list[list[list[int]]]:
-        """The steps of an epoch, each with a batch for every data rank."""
+        """Return the steps of an epoch, each with a batch for every data rank."""
         if self.rest is not None and self.rest[0] == epoch:
             return self.rest[1]
         draw = random.Random(f"{self.seed} {epoch}")

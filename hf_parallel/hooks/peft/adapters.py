@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from hf_parallel.apply.parallelize import ParallelState
 from hf_parallel.axes.adapters import lora
 from hf_parallel.axes.data.units import iterate_sharded_modules
-from hf_parallel.checkpoint import full_state_dict, join_current_save, slices
+from hf_parallel.checkpoint import gather_state_dict, join_current_save, slices
 from hf_parallel.checkpoint.slices import find_local_part, read_part
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.accelerator import make_parallel
@@ -315,7 +315,7 @@ def gather_saved_tensors(model: PeftModel, embeddings: object = "auto") -> dict[
     assert state is not None
     with _use_state_dict_of_class(model):
         names = messages.send_from_one(lambda: _list_saved_names(model, state, embeddings))
-        return full_state_dict(model, state.mesh, names.__contains__)
+        return gather_state_dict(model, state.mesh, names.__contains__)
 
 
 def _list_saved_names(model: PeftModel, state: ParallelState, embeddings: object) -> set[str]:

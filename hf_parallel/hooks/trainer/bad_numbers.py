@@ -80,7 +80,7 @@ class Joined:
 
 
 def remember_counts(trainer: Trainer) -> Callable[[], None]:
-    """A function after which the trainer has counted and collected no more than now.
+    """Return a function after which the trainer has counted and collected no more than now.
 
     It also gives the trainer's tensors, and the buffers of its modules (queues, centers), their values back.
     """
@@ -118,7 +118,7 @@ def remember_counts(trainer: Trainer) -> Callable[[], None]:
 
 
 def _is_collection(value: object, depth: int = 3) -> bool:
-    """A number, or containers of numbers and words."""
+    """Return whether it is a number, or a container of numbers and words."""
     if value is None or isinstance(value, int | float | str):
         return True
     if not depth or not isinstance(value, dict | list | deque) or len(value) > 10_000:
@@ -228,7 +228,7 @@ class Looking(TrainerCallback):
         optimizer.step = skipped
 
     def _repeat_batches(self) -> Finding | None:
-        """The step's batches once more, with the same random numbers; gradients are as before. Collective."""
+        """Return the step's batches once more, with the same random numbers; gradients are as before. Collective."""
         search, parameters = self._made(), list(self.trainer.model.parameters())
         gradients = [parameter.grad for parameter in parameters] if self.action == "report" else []
         nn.Module.zero_grad(self.trainer.model)

@@ -1,7 +1,7 @@
 """Trainer's checkpoints: whole or not there at all, and resumed under any layout.
 
 checkpoint-20/   weights, optimizer, schedule, random states, trainer_state.json, hf_parallel.json (layout), and
-                 manifest.json, which says what the others must be
+                 manifest.json, with size and checksums of the others
 
 With async_save=true training goes on once weights and optimizer state are copied to host memory; a thread writes them.
 """
@@ -139,7 +139,7 @@ class TrainerRecord:
 
 
 def record_of(trainer: Trainer) -> TrainerRecord:
-    """The trainer's record, made when it is first asked for."""
+    """Return the trainer's record, made when it is first asked for."""
     if _PLACE not in vars(trainer):
         vars(trainer)[_PLACE] = TrainerRecord()
     return vars(trainer)[_PLACE]
@@ -157,7 +157,7 @@ def on_save(
     control: TrainerControl,
     **kwargs: object,
 ) -> object:
-    """Callbacks are told of a checkpoint when it has its name; at once if it was not written in the background."""
+    """Tell callbacks of a checkpoint when it has its name; at once if it was not written in the background."""
     unfinished = record_of(trainer).unfinished_save
     if unfinished is None:
         return original(args, state, control, **kwargs)
@@ -179,7 +179,7 @@ def save_model(original: Callable, self: Trainer, output_dir: str | None = None,
             kinds, mesh, state_dict = type(self).__mro__, runtime.mesh(), None
             alone = any(cls.__module__ == "sentence_transformers.base.trainer" for cls in kinds)
             if not alone and not hasattr(self.model, "base_model_prefix"):
-                state_dict = folders.full_state_dict(self.model, mesh)
+                state_dict = folders.gather_state_dict(self.model, mesh)
             with folders.join_current_save(mesh) as saving, saving.noting():
                 # One rank writes what is gathered: transformers before 5.23 would let all, others with nothing.
                 owner = next(cls for cls in kinds if "_save" in vars(cls))
@@ -197,7 +197,7 @@ def save_model(original: Callable, self: Trainer, output_dir: str | None = None,
 
 @patch("transformers.trainer:Trainer._save_checkpoint", "writes where a crash leaves half of it")
 def save_checkpoint(original: Callable, self: Trainer, model: PreTrainedModel, trial: object) -> None:
-    """Trainer's steps in Trainer's order, in a folder that gets its name when it is whole."""
+    """Save what Trainer saves, in its order, in a folder that gets its name when it is whole."""
     with hangs.allow_long_phase("a save"):
         wait_for_save(self)
         forget_in_flight(self)
@@ -264,7 +264,7 @@ class UnfinishedSave:
 
 
 def wait_for_save(trainer: Trainer) -> None:
-    """Until the last checkpoint is whole, if one is being written; what went wrong with it is raised here. Collective.
+    """Wait until the last checkpoint is whole, if one is being written, and raise what went wrong with it. Collective.
 
     Raises:
         CheckpointError: it could not be written.
@@ -293,7 +293,7 @@ def wait_for_save(trainer: Trainer) -> None:
 
 
 def does_save_checkpoints(args: TrainingArguments) -> bool:
-    """Will Trainer save checkpoints by itself?"""
+    """Return whether Trainer will save checkpoints by itself."""
     return str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
 
 
@@ -350,7 +350,7 @@ def _write_checkpoint(trainer: Trainer, saving: folders.Checkpoint, run: str) ->
 
 
 class Layout(TypedDict, total=False):
-    """Who wrote a checkpoint; a folder of `save_state` has no rows per step, and one of plain Trainer nothing."""
+    """The layout that wrote a checkpoint. A folder of `save_state` has no rows per step, plain Trainer's is empty."""
 
     spec: str
     axes: dict[str, int]
@@ -361,7 +361,7 @@ class Layout(TypedDict, total=False):
 
 
 def write_layout(folder: str, of_trainer: Layout) -> None:
-    """Write who wrote a checkpoint: the layout, which share of the data each rank reads, and a Trainer's facts."""
+    """Write which layout wrote a checkpoint, which share of the data each rank reads, and a Trainer's facts."""
     config = runtime.mesh().config
     ranks = [compute_data_rank(config, rank) for rank in range(config.world_size)]
     facts: Layout = {"spec": config.to_spec(), "axes": config.sizes, "data_ranks": ranks, **of_trainer}
@@ -370,7 +370,7 @@ def write_layout(folder: str, of_trainer: Layout) -> None:
 
 
 def get_inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer itself, without accelerate's wrapper."""
+    """Return the optimizer itself, without accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 

@@ -128,7 +128,7 @@ class Dealing:
 
 
 def _make_new_deal(batches: TokenBatches, epoch: int) -> Deal:
-    """An epoch as it is dealt here, of which nothing was seen."""
+    """Return an epoch as it is dealt here, of which nothing was seen."""
     return {
         "pack_tokens": batches.budget,
         "data_ranks": batches.ranks,

@@ -5,8 +5,8 @@
 
 Where a step has fewer micro-batches than there are stages, `pipedream` needs the batches of several steps ahead.
 
-Nothing is announced past the end of an epoch, before the last step, and of batches whose last may be ragged: there the
-pipeline drains. A save forgets what is in flight, so that the run goes on as one that is resumed from it.
+Nothing is announced past the end of an epoch, before the last step, or if a step's last batch may be ragged: there
+the pipeline drains. A save forgets what is in flight, so that the run goes on as one that is resumed from it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ReadAhead:
 
 
 def check_trainer_for_delay(trainer: Trainer) -> None:
-    """Refuse what does not tell its batches ahead, or updates weights otherwise than in the optimizer's step.
+    """Refuse a Trainer that does not tell its batches ahead, or updates weights outside the optimizer's step.
 
     Raises:
         SpecError: the trainer has a loss, a step or an optimizer of such a kind.
@@ -78,7 +78,7 @@ def check_trainer_for_delay(trainer: Trainer) -> None:
 
 
 def read_step(trainer: Trainer, iterator: Iterator, read: Callable[[], tuple[list, object]]) -> tuple[list, object]:
-    """The batches of this step and the count of their targets; those of the next steps are read and kept."""
+    """Return the batches of this step and the count of their targets; those of the next steps are read and kept."""
     engine = joint_steps.find_engine_of(trainer)
     if engine is None or engine.delayed is None:
         return read()

@@ -48,7 +48,7 @@ def check_engines(args: TrainingArguments) -> None:
 
 
 def _format_as_word(value: object) -> str:
-    """A value as Trainer's command line takes it."""
+    """Return a value as Trainer's command line takes it."""
     if isinstance(value, dict):
         return json.dumps(value)
     words = value if isinstance(value, list | tuple) else [value]

@@ -60,9 +60,9 @@ class Weighed:
     """A batch of which data ranks have unlike numbers of rows.
 
     Attributes:
-        real_rows: of this rank, those that are not repeated; None if nothing was left out, as in a copy.
+        real_rows: the number of this rank's rows that are not repeated; None if none was left out, as in a copy.
         share: how much the mean over them weighs in the data ranks' average.
-        examples: of this rank's part, where it is a single row.
+        examples: their number in this rank's part, where it is a single row.
     """
 
     real_rows: int | None = None
@@ -71,7 +71,7 @@ class Weighed:
 
 
 class WeighedBatch(Weighed, dict):
-    """A weighed batch that is a dict like others to a script."""
+    """A weighed batch that a script can use as a dict."""
 
 
 class WeighedParts(Weighed, list):
@@ -143,7 +143,7 @@ def _read_with_loader(trainer: Trainer, batches: Iterator) -> Iterator[tuple[Any
 
 
 def must_be_whole(trainer: Trainer, batch: rows.Batch, held: int, dealt: GradientState | OneLoader) -> bool:
-    """Does some data rank have a batch with parts that no row tells apart? Repeated rows can only lose their targets.
+    """Return whether some data rank has a batch with parts that no row tells apart, so that rows only lose targets.
 
     Ranks that went by their own batch would weigh it differently. Collective over the data ranks, where the batch is
     ragged; so once per epoch, and per evaluation.
@@ -175,7 +175,7 @@ def must_be_whole(trainer: Trainer, batch: rows.Batch, held: int, dealt: Gradien
 
 
 def _should_run_scheduled(trainer: Trainer, batch: rows.Batch) -> bool:
-    """A row without targets still counts in the loss that balances experts, whose batches are not scheduled."""
+    """Return whether a batch is scheduled: not where a row without targets counts in a loss that balances experts."""
     state = runtime.find_parallel_state(trainer.model)
     if state is None or state.pipeline is None or state.pipeline.balance_of(dict(batch)) is not None:
         return False
@@ -241,7 +241,7 @@ def _are_rows_in_turns(dataloader: DataLoader, each: int) -> bool:
 def evaluation_loop(original: Callable, self: Trainer, *args: object, **kwargs: object) -> object:
     """With split_batches=True a data rank has a part of `per_device_eval_batch_size` examples, whose loss counts.
 
-    Of what a script has assigned to its trainer by now, its loss and its step of a prediction, we take account.
+    A loss and a `prediction_step` that a script has assigned to its trainer by now are used.
     """
     losses.follow_assigned_loss(self)
     assigned = vars(self).get("prediction_step")
@@ -264,7 +264,7 @@ def evaluate_real_rows(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """Evaluate only real rows of a ragged last batch, whatever it is that the script does with them."""
+    """Evaluate only real rows of a ragged last batch, whatever the script does with them."""
     if record_of(self).evaluates:  # an assigned `prediction_step` calls the one that it has replaced
         return original(model, inputs, prediction_loss_only, *args, **kwargs)
     hangs.mark_phase("evaluation")
@@ -319,7 +319,8 @@ def _get_state_of_evaluation(trainer: Trainer) -> GradientState | OneLoader:
 
 
 def _give_as_many_parts(trainer: Trainer, logits: Any) -> Any:
-    """Add empty outputs of encoders where a data rank has no images and others have: all gather as many parts.
+    """Add empty outputs of encoders where a data rank has no images and others have, so that all gather equally many
+    parts.
 
     The same on all ranks, whatever their batches hold: does the model read images or sounds beside words?
     """
@@ -381,7 +382,7 @@ def _gather_losses(trainer: Trainer, gather_rows: Callable, cut: int, losses: to
 
 
 def _select_real_examples(trainer: Trainer, batch: rows.Batch, real: int, count: int, blocks: int) -> rows.Batch:
-    """The batch with its real examples alone, or with targets in these alone where no row tells its parts apart."""
+    """Return the batch with its real examples alone, or with targets in these alone if no row tells parts apart."""
     dealt = _get_state_of_evaluation(trainer)
     whole = must_be_whole(trainer, batch, count * blocks, dealt)  # all ranks ask, also those without repeated rows
     if real == count:

@@ -40,10 +40,10 @@ Collate: TypeAlias = Callable[[list], Mapping]
 
 @dataclass
 class Asked:
-    """The config of one process, which has no layout to ask; and what `--parallel auto` has planned, on rank 0.
+    """The config of one process, which has no layout to ask, and what `--parallel auto` has planned on rank 0.
 
     Attributes:
-        planned: a goal for each kind of GPU, and the layout; for the choice that is made when there are rows.
+        planned: a goal for each kind of GPU, and the layout: the choice is made once there are rows.
     """
 
     alone: ParallelConfig | None = None
@@ -51,7 +51,7 @@ class Asked:
 
 
 def read_asked_key(config: ParallelConfig | None = None) -> tuple[str, int | bool]:
-    """Return the key that asks for joined batches, and its value; a value of nothing: none does.
+    """Return the key that asks for joined batches, and its value, which is empty if no key does.
 
     Args:
         config: where it may be asked for; default: the layout in force, or what one process is given.
@@ -95,7 +95,7 @@ class Beside:
 
     @classmethod
     def wanted(cls, trainer: Trainer, of_batch: bool) -> Beside:
-        """By this trainer."""
+        """Return the entries that this trainer needs."""
         noise = getattr(trainer, "neftune_noise_alpha", None) is not None
         return cls(not getattr(trainer, "_loss_shifts_labels", True), noise, of_batch)
 
@@ -127,7 +127,7 @@ def join_rows(rows: Sequence[Mapping[str, object]], beside: Beside | None = None
 
 
 def find_reason_not_joined(row: Mapping[str, object]) -> str | None:
-    """Why a row as the collator gives it cannot be joined to others."""
+    """Return why a row as the collator gives it cannot be joined to others; None if it can."""
     tokens = row.get("input_ids")
     if not torch.is_tensor(tokens) or tokens.ndim != 2 or "labels" not in row:
         return "the script's collator gives no rows of input_ids and labels"
@@ -162,7 +162,7 @@ def find_reason_not_joined(row: Mapping[str, object]) -> str | None:
 
 
 def with_counted_labels(batches: list) -> list:
-    """The batches as Trainer counts their targets; what only the count needs is taken out of them."""
+    """Return the batches as Trainer counts their targets; what only the count needs is taken out of them."""
     kept = [batch.pop(LABELS_COUNTED, None) if isinstance(batch, dict) else None for batch in batches]
     return [
         batch if labels is None else {**batch, "labels": labels} for batch, labels in zip(batches, kept, strict=True)
@@ -173,7 +173,7 @@ def with_counted_labels(batches: list) -> list:
 
 
 def get_rows_and_collator(trainer: Trainer) -> tuple[Dataset, Collate]:
-    """The training rows and the collator, of which one leaves out unused columns, as Trainer puts them together."""
+    """Return the training rows and the collator, without unused columns, as Trainer puts them together."""
     rows, collate = trainer.train_dataset, trainer.data_collator
     if hasattr(rows, "column_names"):
         return trainer._remove_unused_columns(rows, description="training"), collate
@@ -181,7 +181,7 @@ def get_rows_and_collator(trainer: Trainer) -> tuple[Dataset, Collate]:
 
 
 def find_length_column(rows: Dataset, args: TrainingArguments) -> str | None:
-    """The column that says how long rows are, if there is one."""
+    """Return the column that says how long rows are, if there is one."""
     name = getattr(args, "length_column_name", "length")
     return name if name in (getattr(rows, "column_names", None) or ()) else None
 
@@ -207,7 +207,7 @@ def read_lengths_of(rows: Dataset, args: TrainingArguments, most: int | None = N
 #     script's loss    loss of two of the script's examples, padded = joined
 
 
-#: Tokens of the two examples that a script's loss is tried on: as unlike as means of means need to show.
+#: Tokens of the two examples on which a script's loss is tried: unlike enough to show a mean of means.
 _LENGTHS = (31, 11)
 _SAMPLE = 32  # examples among which two of such lengths are looked for
 _TOLERANCE = 2e-5  # of the loss, in fp32: sums in another order are off by 1e-6
@@ -218,7 +218,10 @@ _OF_MODEL = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "s
 
 
 def find_reason_for_other_numbers(trainer: Trainer) -> str | None:
-    """Why joined examples would give other numbers than examples in rows; the same words on all ranks. Collective."""
+    """Return why joined examples would give other numbers than examples in rows; the same words on all ranks.
+
+    Collective.
+    """
     of_python, of_numpy, restore = random.getstate(), numpy.random.get_state(), remember_counts(trainer)
     try:
         with torch.random.fork_rng(), replacing(trainer, log=lambda *args, **kwargs: None):
@@ -272,7 +275,7 @@ def _find_own_reason_for_other_numbers(trainer: Trainer) -> str | None:
 
 
 def _list_first_targets(examples: list[dict]) -> dict[str, torch.Tensor]:
-    """List what some examples hold for their first token, which a loss may read and a joined row lacks, or has."""
+    """List the values at the first token of some examples: a loss may read them, and a joined row may lack them."""
     found = {}
     for example in examples:
         for key, value in example.items():
@@ -341,7 +344,7 @@ _PADDING_SAMPLE = 256  # rows whose lengths are looked at for it
 
 
 def is_joining_wanted() -> bool:
-    """Are training batches joined?"""
+    """Return whether training batches are joined."""
     return read_asked_key()[0] == "padding_free"
 
 
@@ -365,7 +368,7 @@ class Joined:
 
 
 def choose_joining(trainer: Trainer, cannot: Callable[[Trainer], str | None]) -> None:
-    """Where the layout was left to the planner: join the batches where it pays and changes nothing. Collective.
+    """Join the batches where it pays and changes nothing, if the layout was left to the planner. Collective.
 
     Args:
         cannot: why this Trainer's batches cannot be joined, or None.
@@ -439,7 +442,7 @@ def _decide_joining(
 
 
 def does_collator_differ(collate: Collate, rows: list) -> str | None:
-    """Is what the collator makes of these rows together, less padding, what it makes of each? Else why not."""
+    """Return why the collator makes other rows of several than of each alone, padding aside; None if it does not."""
     try:
         together, alone = dict(collate(rows)), [dict(collate([row])) for row in rows]
         why = next(filter(None, map(find_reason_not_joined, alone)), None)

@@ -97,7 +97,7 @@ def announce_step(
 def list_announced_calls(
     trainer: Trainer, engine: PipelineEngine, model: PreTrainedModel, batches: list[dict], items: object
 ) -> list[ScheduledCall]:
-    """The calls of the model that a step will make with these batches."""
+    """Return the calls of the model that a step will make with these batches."""
     record = record_of(trainer)
     record.joint_logs.clear()
     weighed = replacing(runtime.current(), in_trainer=True)
@@ -130,7 +130,7 @@ def check_mirrored_trainer(trainer: Trainer) -> None:
 
 
 def find_engine_of(trainer: Trainer) -> PipelineEngine | None:
-    """The pipeline of the trainer's model, if it has one."""
+    """Return the pipeline of the trainer's model, if it has one."""
     state = runtime.find_parallel_state(trainer.model)
     return None if state is None else state.pipeline
 

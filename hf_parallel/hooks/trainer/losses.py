@@ -73,7 +73,7 @@ def prepare_own_loss(trainer: Trainer) -> None:
 
 
 def follow_assigned_loss(trainer: Trainer) -> None:
-    """Let a `compute_loss` that a script has assigned, to its trainer or to a class, be one of the trainer's class."""
+    """Make a `compute_loss` that a script has assigned, to its trainer or to a class, a method of the class."""
     known = vars(trainer).get("compute_loss")
     if known is None:  # it was made before the layout was active
         return
@@ -101,7 +101,7 @@ def is_own(trainer: Trainer) -> bool:
 
 
 def find_reader_of_logits(trainer: Trainer, state: ParallelState | None) -> str | None:
-    """Return what else than the loss of the one model may read logits in training, or None."""
+    """Return what may read logits in training beside the loss of the one model, or None."""
     why = find_reader_before_trainer(
         type(trainer), trainer.compute_loss_func is not None, trainer.label_smoother is not None
     )
@@ -216,7 +216,10 @@ def _open_batches_for(own: Callable, inputs: Any) -> tuple[dict, Callable]:
 
 
 def _can_schedule(trainer: Trainer, state: ParallelState) -> bool:
-    """May the batch be scheduled? Data ranks may have unlike numbers of rows, and must all go the same way."""
+    """Return whether the batch may be scheduled.
+
+    Data ranks may have unlike numbers of rows, and must all go the same way.
+    """
     cut = cut_of(OneLoader(record_of(trainer).loader))
     if not torch.is_grad_enabled() or record_of(trainer).step.real_rows is not None:
         return False
@@ -228,7 +231,7 @@ def _can_schedule(trainer: Trainer, state: ParallelState) -> bool:
 
 
 def _replace_count(items: object, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Put a count into a call of `compute_loss` that leaves nothing of what is divided by it."""
+    """Replace the count in a call of `compute_loss` by one so large that what is divided by it vanishes."""
     endless = torch.full_like(torch.as_tensor(items), 10**18)
     given = {name: endless if value is items else value for name, value in kwargs.items()}
     return tuple(endless if value is items else value for value in args), given
@@ -237,7 +240,7 @@ def _replace_count(items: object, args: tuple, kwargs: dict) -> tuple[tuple, dic
 def _weigh_first_result(
     trainer: Trainer, result: Computed, first: own_means.FirstLoss, loss_of: own_means.Loss, *, computes: bool
 ) -> object:
-    """Weigh a loss that nobody has looked at before by what it is found to be a mean over."""
+    """Find what a loss is a mean over when it is first seen, and weigh it by that."""
     if own_means.find_mean(trainer, first, result["targets"] is not None, loss_of, computes):
         _tell_unknown_mean(trainer)
     targets = own_means.count_targets_of_own_mean(trainer, first.batch)
@@ -249,7 +252,7 @@ def _weigh_first_result(
 def _plan_schedule(
     trainer: Trainer, engine: PipelineEngine, inputs: dict, made: list[Made], call: Callable
 ) -> Plan | None:
-    """Find how the script's loss may be scheduled, which rank 0 tells; it may need whole batches."""
+    """Find how the script's loss may be scheduled, and say it on rank 0; None if it needs whole batches."""
     record, quietly, plan = record_of(trainer), functools.partial(_undo_counts, trainer), None
     if not trl.needs_whole_batches(trainer) and not any(map(is_path, inputs)):
         counts = not record.weighs
@@ -435,7 +438,7 @@ def _weigh_result(self: Trainer, result: Computed, targets: torch.Tensor | None)
 
 
 def _tell_unknown_mean(trainer: Trainer) -> None:
-    """Say once that the loss, or a part of it, may be another one than that of one process."""
+    """Say once that the loss, or a part of it, may differ from that of one process."""
     record = record_of(trainer)
     if not record.told_unknown:
         record.told_unknown = True
@@ -448,7 +451,7 @@ def _tell_unknown_mean(trainer: Trainer) -> None:
 
 
 def _is_of_trl(trainer: Trainer) -> bool:
-    """Return whether TRL computes the loss, and it is known what that is a mean over."""
+    """Return whether TRL computes the loss; then we know what it is a mean over."""
     return trl.is_known(trainer) and trainer.compute_loss_func is None and not trl.is_loss_of_subclass(trainer)
 
 

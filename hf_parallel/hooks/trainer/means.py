@@ -1,10 +1,10 @@
 """Means over targets inside a loss, made means over the targets of all data ranks.
 
-    in a model's forward    each mean is weighted where it is taken: the data ranks' average is then that over all
+    in a model's forward    each mean is weighted where it is taken: the average over data ranks is the mean over all
     in a script's own loss  nothing is changed; what the script returns may be such a mean itself, which is remembered
 
 Data ranks see unlike numbers of targets (masked tokens, labels that are ignored, answers cut away), so an average of
-their means is no mean. Which heads count what nobody need know: they all ask torch for the mean.
+their means is no mean. We need not know which heads take a mean: they all call torch's functions.
 """
 
 from __future__ import annotations
@@ -108,19 +108,19 @@ def compute_in_scope(new: Scope) -> contextlib.AbstractContextManager[None]:
 
 
 def enter(share: float | None, passed_on: bool, given: Mapping[str, object]) -> Forward:
-    """A model's forward begins."""
+    """Begin a model's forward pass."""
     now = of_session(_Now)
     now.forwards.append(Forward(share, passed_on, given))
     return now.forwards[-1]
 
 
 def leave_forward() -> Forward:
-    """The innermost forward has ended."""
+    """End the innermost forward pass, and return it."""
     return of_session(_Now).forwards.pop()
 
 
 def note(forward: Forward) -> None:
-    """Something was counted over data ranks."""
+    """Note that something was counted over data ranks."""
     now = of_session(_Now)
     forward.counted = forward.filled = True
     if now.scope is not None:
@@ -128,7 +128,7 @@ def note(forward: Forward) -> None:
         now.scope.assumed |= not forward.passed_on
 
 
-#: Questions about a tensor that say nothing of its value: FSDP2 asks them of all that a layer is given.
+#: Functions that tell nothing of a tensor's value: FSDP2 calls them on all that a layer is given.
 _QUESTIONS = {getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "device", "dtype", "shape", "is_leaf")}
 
 
@@ -154,7 +154,7 @@ def _read_mean_argument(value: object) -> object:
 
 
 def _make_number(number: float, value: torch.Tensor) -> torch.Tensor:
-    """Made where the value is: a copy to a GPU would wait for it."""
+    """Make a number on the device of `value`: a copy to a GPU would wait for it."""
     return torch.full((), number, dtype=torch.float32, device=value.device)
 
 
@@ -191,7 +191,7 @@ SUMMED = {"ctc_loss"}
 
 @patch(f"torch.nn.functional:{{{','.join(COUNTS)}}}", "takes the mean over this rank's targets")
 def mean(original: Callable, *args: object, **kwargs: object) -> torch.Tensor:
-    """Each of these functions; outside of losses it is torch's own."""
+    """Compute one of these functions over the targets of all data ranks; outside of losses it is torch's own."""
     now = of_session(_Now)
     if original.__name__ in _BY_ELEMENT and any(isinstance(value, DTensor) for value in (*args, *kwargs.values())):
         return _compute_penalty(original, bind_by_name(original, args, kwargs))
@@ -239,14 +239,14 @@ def mean(original: Callable, *args: object, **kwargs: object) -> torch.Tensor:
 
 
 def _compute_penalty(original: Callable, given: Given) -> torch.Tensor:
-    """Compute a function of weights, not of targets; torch takes the mean of means, also of unlike parts."""
+    """Compute a function of weights, not of targets: torch would take a mean of means, also of unlike parts."""
     reduction = str(given.get("reduction", "mean"))
     values = original(**{**given, "reduction": "none"})
     return values if reduction == "none" else getattr(values, reduction)()
 
 
 def _is_by_row(given: Given, of_model: Mapping[str, object], rows: int) -> bool:
-    """Are the targets of a mean what the model was called with, row after row?"""
+    """Return whether the targets of a mean are what the model was called with, row after row."""
     target = given["target"]
     if not torch.is_tensor(target) or not target.ndim or len(target) % rows or len(given["input"]) != len(target):
         return False
@@ -255,7 +255,8 @@ def _is_by_row(given: Given, of_model: Mapping[str, object], rows: int) -> bool:
 
 
 def _is_comparing_rows(given: Given, of_model: Mapping[str, object]) -> bool:
-    """Is the right answer for each row the row itself, as in CLIP's loss (Radford et al., 2021, figure 3)?
+    """Return whether the right answer for each row is the row itself, as in CLIP's loss (Radford et al., 2021, fig.
+    3).
 
     Its targets are counted up, of as many classes as rows, and nothing that the model was called with.
     """
@@ -292,7 +293,7 @@ def smooth_labels(original: Callable, *args: Any, **kwargs: Any) -> torch.Tensor
 
 
 def correct_over_data_ranks(mean: torch.Tensor, count: torch.Tensor, share: float) -> torch.Tensor:
-    """This rank's mean such that the average of all data ranks, times their shares, is the mean over all targets."""
+    """Return this rank's mean such that the average of all, times their shares, is the mean over all targets."""
     mesh = runtime.mesh()
     count = count * (not runtime.is_absent())
     total = count.clone()
@@ -312,7 +313,7 @@ def compute_normaliser(count: torch.Tensor) -> torch.Tensor:
 
 
 def weigh_loss(loss: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
-    """Their product, where a mean over nothing, which is not a number, counts nothing."""
+    """Multiply a loss by its weight, where a mean over nothing, which is not a number, counts nothing."""
     if torch.is_tensor(factor):
         return (torch.where(factor == 0, 0.0, loss.float()) * factor).to(loss.dtype)
     return loss if factor == 1 else (loss if factor else torch.nan_to_num(loss)) * factor
@@ -323,7 +324,7 @@ _PROCESSES = {"num_processes", "world_size", "get_world_size"}
 
 
 def does_know_processes(trainer: Trainer) -> bool:
-    """Does the script's `compute_loss` ask for the number of processes, which Trainer multiplies its loss by?
+    """Return whether the script's `compute_loss` asks for the number of processes, a factor of Trainer's loss.
 
     By the names in its code: the count that it is given depends on the answer, so no run of it can tell before.
     """

@@ -82,7 +82,7 @@ def train(
 
 
 def _choose_checkpoint(trainer: Trainer, asked: str | bool | None, run: restarts.Run) -> str | None:
-    """The checkpoint to go on from, whole on all ranks. Collective.
+    """Return the checkpoint to go on from, whole on all ranks. Collective.
 
     Raises:
         DamagedCheckpoint: the one that is asked for is damaged.
@@ -116,7 +116,10 @@ def _choose_checkpoint(trainer: Trainer, asked: str | bool | None, run: restarts
 
 
 def _find_newest_whole(folder: str, run: str | None = None) -> str | None:
-    """The newest checkpoint, of this run if one is named, that is whole; damaged ones are told about. Collective."""
+    """Return the newest checkpoint, of this run if one is named, that is whole; damaged ones are told about.
+
+    Collective.
+    """
 
     def looked_at() -> list[tuple[str, list[str]]]:
         found = [(path, folders.find_flaws(path)) for path in folders.list_by_step(folder)]
@@ -131,7 +134,7 @@ def _find_newest_whole(folder: str, run: str | None = None) -> str | None:
 
 
 def run_of(folder: str) -> str | None:
-    """The name of the run that wrote a checkpoint."""
+    """Return the name of the run that wrote a checkpoint."""
     with contextlib.suppress(ValueError):  # damaged
         return read_facts_of(folder).get("run")
     return None
@@ -189,7 +192,7 @@ def await_unfinished_save(trainer: Trainer) -> Iterator[None]:
 
 
 def read_layout_of(folder: str) -> Layout:
-    """The layout that wrote a checkpoint; empty if it was plain Trainer."""
+    """Return the layout that wrote a checkpoint; empty if it was plain Trainer."""
     path = os.path.join(folder, folders.LAYOUT)
     if not os.path.isfile(path):
         return {}
@@ -207,7 +210,7 @@ def init_training_state(
     resume_from_checkpoint: str | None,
     trial: object,
 ) -> tuple[int, int]:
-    """Where in a stream to go on: Trainer counts steps from its beginning, also after it was read to its end.
+    """Say where in a stream to go on: Trainer counts steps from its beginning, also after it was read to its end.
 
     `state.epoch` is the number of ended passes, plus batches of this pass over all that `max_steps` would take.
     """

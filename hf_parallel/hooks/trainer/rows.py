@@ -51,7 +51,7 @@ def count_examples(batch: Batch, blocks: int = 1) -> int | None:
 
 
 def tell_rows_apart(batch: Batch, full: int) -> Batch:
-    """A single row that stands for up to `full` examples, with JOINED where the batch says where they begin."""
+    """Return a single row that stands for up to `full` examples, with JOINED where the batch says where they begin."""
     tokens = batch.get("input_ids") if hasattr(batch, "get") else None
     if full == 1 or not torch.is_tensor(tokens) or tokens.ndim != 2 or len(tokens) != 1 or JOINED in batch:
         return batch
@@ -72,10 +72,10 @@ def tell_rows_apart(batch: Batch, full: int) -> Batch:
 
 
 def are_in_turns(collate: Callable, example: object, each: int) -> bool | None:
-    """Return whether a collator puts the rows of an example behind one another; None if this one does not tell.
+    """Return whether a collator puts the rows of an example behind one another; None if this example does not tell.
 
     It collates the example alone and twice: [chosen, rejected] becomes [chosen, rejected, chosen, rejected] or
-    [chosen, chosen, rejected, rejected]. Numbers that it draws may differ, so that most entries tell.
+    [chosen, chosen, rejected, rejected]. Numbers that it draws may differ, so the majority of entries decides.
 
     Args:
         each: rows per example.
@@ -92,7 +92,7 @@ def are_in_turns(collate: Callable, example: object, each: int) -> bool | None:
 
 
 def trim(batch: Batch, real: int, rows: int, blocks: int = 1, in_turns: bool = False) -> dict:
-    """Only the real examples; one without a target where there are none, so that the rank still takes part.
+    """Return only the real examples; one without a target where there are none, so that the rank still takes part.
 
     Args:
         rows: number of examples.
@@ -123,15 +123,15 @@ def trim(batch: Batch, real: int, rows: int, blocks: int = 1, in_turns: bool = F
 
 
 def open_batch(batch: Batch) -> Batch:
-    """The batch as a model takes it."""
+    """Return the batch as a model takes it."""
     return {key: value for key, value in batch.items() if key != JOINED} if JOINED in batch else batch
 
 
 def without_targets(batch: Batch, real: int, rows: int, in_turns: bool = False) -> dict:
     """Leave targets only in the first `real` examples: the others add nothing to a loss per token.
 
-    One label per row stays where there is no real row: nothing of an absent rank counts, and a head for classes need
-    not know -100, or leaves out its loss, and with it what data ranks compute together.
+    Where there is no real row, one label per row stays. Nothing of an absent rank counts, and a head for classes may
+    not know -100, or would leave out its loss and the collectives in it.
 
     Args:
         rows: number of examples.
@@ -228,7 +228,7 @@ def fill_rows(value: Value, real: int, rows: int) -> Value:
 
 
 def without_stand_in(value: Value, real: int) -> Value:
-    """Not the one row with which a rank without rows takes part."""
+    """Remove the one row with which a rank without rows takes part."""
     if real:
         return value
 

@@ -47,7 +47,7 @@ _SAMPLE = 256  # rows whose lengths are compared with their tokens
 
 
 def read_budget() -> int:
-    """Tokens of a batch of one data rank; 0: batches have the rows that the script gives them."""
+    """Return the tokens of a batch of one data rank; 0: batches have the rows that the script gives them."""
     key, value = read_asked_key()
     return int(value) if key == "pack_tokens" else 0
 
@@ -105,7 +105,7 @@ def check_trainer_for_joining(trainer: Trainer) -> None:
 
 
 def find_reason_against_joining(trainer: Trainer) -> str | None:
-    """Why this Trainer's batches cannot be joined, before a row was seen."""
+    """Return why this Trainer's batches cannot be joined, before a row was seen; None if they can."""
     from transformers import Trainer
 
     names = ("get_train_dataloader", "_get_train_sampler") if read_budget() else ("get_train_dataloader",)
@@ -124,7 +124,7 @@ def find_reason_against_joining(trainer: Trainer) -> str | None:
 
 
 def check_loop() -> None:
-    """Refuse a loop without a Trainer, whose loader is its own, and which asks no server.
+    """Refuse settings of Trainer's loader, and of servers, in a loop without a Trainer.
 
     Raises:
         SpecError: joined batches were asked for, or what only TRL's trainers have.

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 #: The exit code by which a shell reports that SIGTERM ended a process.
 EXIT_CODE = 128 + signal.SIGTERM
-#: Where torch's tensors that are cut over ranks are, and how it says that they do not mix with others.
+#: Where torch's DTensors are, and how torch says that they do not mix with other tensors.
 _DTENSOR = "torch.distributed.tensor"
 _MIXED = ("got mixed torch.Tensor and DTensor", "on inputs with different meshes")
 #: The ends of the names of metrics that always differ between ranks.
@@ -81,8 +81,8 @@ class StepsTogether(TrainerCallback):
     """Turns SIGTERM on any rank into a save and the end of the training on all ranks; notices finished saves.
 
     Attributes:
-        asked: to stop; to leave a save to its thread; to end by its error. Three integers.
-        agreed: those of all ranks.
+        asked: what this rank wants: to stop; to leave a save to its thread; to end by its error. Three integers.
+        agreed: the same of all ranks.
     """
 
     trainer: Trainer
@@ -201,7 +201,7 @@ def init(
     *rest: object,
     **kwargs: object,
 ) -> None:
-    """Make a model that was built in code parallel, and refuse settings that cannot hold, before anything trains."""
+    """Make a model that was built in code parallel, and refuse settings that cannot work, before anything trains."""
     if args is None:
         from transformers import TrainingArguments
 
@@ -311,7 +311,7 @@ def get_batch_samples(
 
 
 def check_unshared_loader(trainer: Trainer, batches: list) -> None:
-    """Refuse a loader that nobody has shared out, from which all data ranks read the same. Collective.
+    """Refuse a loader that was not shared out, from which all data ranks read the same batches. Collective.
 
     Trainers that make a `DataLoader` of their own, such as those of streams of batches, may leave out `prepare`.
     """
@@ -373,7 +373,7 @@ def training_step(
 
 @contextlib.contextmanager
 def explain_mixed_tensors() -> Iterator[None]:
-    """Say in words why a step of the script cannot compute with weights, of which this rank stores a part, and others.
+    """Say in words why a script's step cannot combine weights, of which this rank stores a part, with other tensors.
 
     torch stops with the name of an operation, or with an assertion that says nothing.
 
@@ -398,7 +398,7 @@ def explain_mixed_tensors() -> Iterator[None]:
 def run_own_step(
     self: Trainer, own: Callable, model: PreTrainedModel, inputs: dict, *args: object, **kwargs: object
 ) -> object:
-    """Know how many rows of its batch are real, too, in a step of the script's own that need not call Trainer's."""
+    """Run a step of the script's own, which need not call Trainer's, and know how many rows of its batch are real."""
     if not isinstance(inputs, evaluation.Weighed):
         with explain_mixed_tensors():
             return own(model, inputs, *args, **kwargs)

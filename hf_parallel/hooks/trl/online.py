@@ -317,7 +317,7 @@ def find_trl_class(trainer: Trainer) -> type | None:
 
 
 def is_trainer_among(trainer: Trainer, names: tuple[str, ...]) -> bool:
-    """Is its class, or one that it derives from, one of these of TRL's?"""
+    """Return whether its class, or a base of it, is one of these of TRL's."""
     return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(trainer).__mro__)
 
 

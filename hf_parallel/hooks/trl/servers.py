@@ -65,7 +65,7 @@ class WholeModel(nn.Module):
             base, prefix = model.get_base_model(), getattr(model, "prefix", None)
 
         def own(name: str) -> str | None:
-            """The name of a base's parameter without wrappers; None for an adapter's, and for what one trains."""
+            """Return the name of a base's parameter without wrappers; None for what an adapter has or trains."""
             if prefix is not None and (prefix in name or "original_module" in name):
                 return None
             for wrapper in _WRAPPERS if prefix is not None else ():
@@ -309,7 +309,7 @@ class Questions:
         return answer.result()
 
     def wait(self) -> None:
-        """Until the server is done with it."""
+        """Wait until the server is done with it."""
         if self.answer is not None:
             self.answer.exception()
 

@@ -204,7 +204,10 @@ def check_trl_trainer(
 
 
 def _makes_pairs_itself(trainer: Trainer) -> bool:
-    """Has a subclass of DPO before TRL 0.29 its own batches, as LLaMA-Factory's? They may hold anything."""
+    """Return whether a subclass of DPO before TRL 0.29 has its own batches, as LLaMA-Factory's.
+
+    They may hold anything.
+    """
     own = getattr(type(trainer), "concatenated_forward", None)
     return own is not None and not own.__module__.startswith("trl.")
 
@@ -234,7 +237,7 @@ def count_trl_rows_per_example(trainer: Trainer) -> int | None:
 
 
 def is_sft(trainer: Trainer) -> bool:
-    """Is it TRL's SFT: the model's own loss, and figures of it?"""
+    """Return whether it is TRL's SFT: the model's own loss, and figures of it."""
     return online.is_trainer_among(trainer, _TOKENS)
 
 
@@ -267,7 +270,7 @@ def is_loss_of_subclass(trainer: Trainer) -> bool:
 
 
 def is_loss_of_sft(trainer: Trainer) -> bool:
-    """Is the loss that of TRL's SFT, to which neither a subclass nor a function adds anything?"""
+    """Return whether the loss is that of TRL's SFT, to which neither a subclass nor a function adds anything."""
     distills = online.is_trainer_among(trainer, experimental.DISTILLS)
     return is_sft(trainer) and not distills and trainer.compute_loss_func is None and not _list_own_losses(trainer)
 
@@ -318,19 +321,19 @@ def watch_loss_function(trainer: Trainer, items: object) -> Iterator[FunctionMea
 
 
 def is_known(trainer: Trainer) -> bool:
-    """Is it one of TRL's trainers? What their losses are means over is known."""
+    """Return whether it is one of TRL's trainers. What their losses are means over is known."""
     return count_trl_rows_per_example(trainer) is not None or online.is_trainer_among(trainer, online.TRAINERS)
 
 
 def does_only_offload_in_steps(trainer: Trainer) -> bool:
-    """Is its `training_step` that of Trainer, but for activations on the host, which it has not asked for?"""
+    """Return whether its `training_step` is Trainer's, but for activations on the host, which it has not asked for."""
     kind = next((cls for cls in type(trainer).__mro__ if "training_step" in vars(cls)), None)
     name = None if kind is None else f"{kind.__module__}.{kind.__qualname__}"
     return name in _OFFLOADING_STEPS and not trainer.args.activation_offloading
 
 
 def needs_whole_batches(trainer: Trainer) -> bool:
-    """Is the loss known not to be one of micro-batches? A few rows may look as if it were."""
+    """Return whether the loss is known not to be one of micro-batches. A few rows may look as if it were."""
     # GRPO's losses that are none of single rows: a quantile over the batch, a mean (entropy) of its tokens.
     couples = getattr(trainer, "top_entropy_quantile", 1.0) < 1 or online.get_loss_type(trainer) == "bnpo"
     couples = couples or getattr(trainer, "_entropy_bonus_enabled", False)

@@ -4,10 +4,10 @@
     ran.peak                                  # {"parameters": bytes, "gradients": …, "activations": …}
     ran.communication["tp"]["all_gather"]     # Traffic(count=…, payload=…, sent=…)
 
-`parallelize` itself runs, then two training steps, on fake tensors that know their shape only, with a process group
-that communicates nothing. Calling Python once per operation is what takes time, so a model of equal layers is run with
-three and with four of them on each of this rank's stages, and extrapolated linearly: every part of a step (see
-`recorder.py`) grows by the same amount with each further layer (with N further ones under `every:N`).
+`parallelize_model` itself runs, then two training steps, on fake tensors that know their shape only, with a process
+group that communicates nothing. Calling Python once per operation is what takes time, so a model of equal layers is
+run with three and with four of them on each of this rank's stages, and extrapolated linearly: every part of a step
+(see `recorder.py`) grows by the same amount with each further layer (with N further ones under `every:N`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from hf_parallel.apply.parallelize import ParallelState, parallelize, state_of
+from hf_parallel.apply.parallelize import ParallelState, parallelize_model, state_of
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.data import parameters_rest
 from hf_parallel.ask.keys.layers import read_recompute_interval
@@ -111,7 +111,7 @@ def dry_run(
     pack: Packing | None = None,
     device: str = "cpu",
 ) -> DryRun:
-    """Run `parallelize` and two training steps as `rank` of a world that is not there.
+    """Run `parallelize_model` and two training steps as `rank` of a world that is not there.
 
     Args:
         model: a transformers config, or a model on the meta device, which is not changed.
@@ -123,7 +123,7 @@ def dry_run(
         whole: run all layers and micro-batches, even if they are equal.
         layers: as if the model had only so many.
         adapt: puts adapters into the parallel model, which is on the meta device: `lora` of hooks/planned_adapters.py.
-        pack: what `parallelize` takes: `four_bit` of the same file.
+        pack: what `parallelize_model` takes: `four_bit` of the same file.
         device: whose branches are taken: "cuda" needs a GPU, see `find_device`.
 
     Raises:
@@ -352,7 +352,7 @@ class _Run:
 
     def _parallelize(self, model: PreTrainedModel, config: ParallelConfig) -> ParallelState:
         model.train()
-        parallelize(model, mesh=ParallelMesh.create(config, self.device), pack=self.pack)
+        parallelize_model(model, mesh=ParallelMesh.create(config, self.device), pack=self.pack)
         if self.adapt is not None:
             self.adapt(model)
         state = state_of(model)

@@ -49,7 +49,7 @@ def pretend_world(rank: int, size: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_tensors_pass_as_real() -> Iterator[None]:
-    """Let Transformers run what it runs on real tensors.
+    """Let Transformers treat fake tensors as real ones.
 
     It takes fake tensors for a traced graph and makes masks there that a training step does not need. And torch knows
     the shapes of grouped products in bf16 only: experts in fp32 take Transformers' own operation, which keeps as much.
@@ -80,7 +80,7 @@ def _attend_as_a_gpu(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Attend by the kernel that a GPU has for keys and values of unlike widths; else as torch chooses.
+    """Attend with the kernel that a GPU has for keys and values of unlike widths; else let torch choose.
 
     The CPU's flash kernel takes equal widths only, so that torch would compute all scores there. The memory-efficient
     kernel keeps queries, keys, values, outputs and a sum per query.
@@ -92,7 +92,7 @@ def _attend_as_a_gpu(
     return kernel(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
 
 
-# ---- torch's fake tensors, with what it costs to ask them for shapes a third: a dry run asks some ten thousand times
+# ---- torch's fake tensors, at a third of the cost: a dry run asks them for shapes some ten thousand times
 # A view costs its meta kernel and no more; what else an operation makes is looked up by the shapes, strides and
 # numbers it was given before. Whatever is not plain here (a value that is known, a storage that two tensors share,
 # an operation of another library) goes the way of torch, and nothing is remembered of it.
@@ -116,7 +116,7 @@ class _NotPlain(Exception):
 
 
 class Shapes(FakeTensorMode):
-    """`FakeTensorMode`, faster."""
+    """`FakeTensorMode` that remembers the shapes of results."""
 
     #: Operation and what it was given -> what it made: the tensors; None: its first argument; False: not to remember.
     _known: dict[Any, Any] = {}
