@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers.integrations.peft as integration
-from peft import LoraConfig
+from peft import IA3Config, LoHaConfig, LoraConfig
 from transformers import AutoModelForCausalLM
 
 from tests.adapters import ATTENTION, MLP, SPECS
@@ -16,12 +16,12 @@ integration.MIN_PEFT_VERSION = "0.20.0"
 CONFIG = {"r": 3, "lora_alpha": 8, "init_lora_weights": False}
 
 
-def train(spec: str | None, out: str, folder: str) -> Outcome:
+def train(spec: str | None, out: str, folder: str, kind: str | None = None) -> Outcome:
     """A Trainer script after `model.add_adapter`; what is saved are the adapters."""
     data_ranks = activate(spec)
     model = AutoModelForCausalLM.from_pretrained(folder)
     torch.manual_seed(7)
-    model.add_adapter(LoraConfig(target_modules=[*ATTENTION, *MLP], **CONFIG))
+    model.add_adapter(WHOLE.get(kind) or LoraConfig(target_modules=[*ATTENTION, *MLP], **CONFIG))
     sets = {"train_dataset": data("odd", 19, 11), "eval_dataset": data("odd", 5, 12)}
     outcome = fit(*trainer_of(model, out, data_ranks, **sets), f"{out}/saved")
     model.disable_adapters()
@@ -45,6 +45,22 @@ def logits(model: torch.nn.Module) -> list[float]:
 def test_as_in_one_process(runs, spec):
     ranks, reference = runs.compare(train, spec, runs.initial("odd")), runs.alone(train, runs.initial("odd"))
     check_numbers([rank.more for rank in ranks], reference.more)
+
+
+#: Of these, data ranks keep the adapters whole.
+WHOLE = {
+    "ia3": IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "loha": LoHaConfig(target_modules=ATTENTION, r=3, init_weights=False),
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_adapters_that_are_kept_whole(runs, kind):
+    initial = runs.initial("odd")
+    ranks = runs.compare(train, "dp_shard=2", initial, kind)
+    check_numbers([rank.more for rank in ranks], runs.alone(train, initial, kind).more)
+    adapters = runs.alone(train, initial, kind).folder
+    check_numbers(run(load, 2, "dp_shard=2", initial, adapters, init=False), run_alone(load, None, initial, adapters))
 
 
 def load(spec: str | None, folder: str, adapters: str) -> list[float]:

@@ -94,29 +94,54 @@ def init_model(
     original: Callable, self: PeftModel, model: nn.Module, peft_config: PeftConfig, *args: object, **kwargs: object
 ) -> None:
     """Split the first adapters when peft is done with them, or keep them whole."""
-    state = runtime.find_parallel_state(model)
-    if state is None and runtime.current() is None:
-        original(self, model, peft_config, *args, **kwargs)
-        return
-    if state is None:
-        make_parallel(model)
-        state = runtime.find_parallel_state(model)
-    assert state is not None
-    whole = peft_settings.is_kept_whole(peft_config, model, state.mesh)
-    former = list_own_tensors(model)
+    former = begin_adapters(model, peft_config)
     original(self, model, peft_config, *args, **kwargs)
-    if whole:
-        keep_adapters_whole(self, state, former)
-    place_adapters(self)
+    place_adapters(self, peft_config, former)
 
 
-def place_adapters(model: PeftModel) -> None:
-    """Split the adapters of a parallel base; those that are placed already stay as they are."""
-    base = model.get_base_model()
-    state = runtime.find_parallel_state(base)
+@patch("peft.mapping:inject_adapter_in_model", "leaves adapters whole on every rank", copies=True)
+def inject_in_model(
+    original: Callable, peft_config: PeftConfig, model: nn.Module, *args: object, **kwargs: object
+) -> nn.Module:
+    """Split adapters that a script puts into a model without a PeftModel around it, or keep them whole."""
+    from transformers.integrations.peft import PeftAdapterMixin
+
+    former = begin_adapters(model, peft_config)
+    original(peft_config, model, *args, **kwargs)
+    of_transformers = isinstance(model, PeftAdapterMixin) and model._hf_peft_config_loaded
+    if not of_transformers:  # its own methods load values first: `added.py`
+        place_adapters(model, peft_config, former)
+    return model
+
+
+def begin_adapters(model: nn.Module, config: PeftConfig) -> list[torch.Tensor]:
+    """Make a model parallel that will get adapters, under a layout; return its tensors that are whole on this rank.
+
+    Raises:
+        SpecError: the layout does not train adapters of this config.
+    """
+    if runtime.find_parallel_state(model) is None and runtime.current() is not None:
+        make_parallel(model)
+    state = runtime.find_parallel_state(model)
     if state is not None:
-        place_in_base(base, state)
-        slices.let_ask(model, gather_saved_tensors)
+        peft_settings.is_kept_whole(config, model, state.mesh)
+    return list_own_tensors(model)
+
+
+def place_adapters(model: PeftModel | nn.Module, config: PeftConfig, former: list[torch.Tensor]) -> None:
+    """Split the adapters of a config in a parallel base, or keep them whole; others stay as they are.
+
+    Args:
+        former: the tensors that were whole on this rank before these adapters came.
+    """
+    base = get_base_model_of(model)
+    state = runtime.find_parallel_state(base)
+    if state is None:
+        return
+    if peft_settings.is_kept_whole(config, base, state.mesh):
+        keep_adapters_whole(model, state, former)
+    place_in_base(base, state)
+    slices.let_ask(model, gather_saved_tensors)
 
 
 @patch("peft.tuners.tuners_utils:_get_in_out_features", "reads sizes off shards and packed weights", copies=True)
@@ -186,12 +211,9 @@ def add_adapter(
     if not self.peft_config:  # prompts come first in here, and `init_model` keeps them
         original(self, adapter_name, peft_config, *args, **kwargs)
         return
-    base = self.get_base_model()
-    state, former = runtime.find_parallel_state(base), list_own_tensors(self)
+    former = list_own_tensors(self)
     original(self, adapter_name, peft_config, *args, **kwargs)
-    if state is not None and peft_settings.is_kept_whole(peft_config, base, state.mesh):
-        keep_adapters_whole(self, state, former)
-    place_adapters(self)
+    place_adapters(self, peft_config, former)
 
 
 def show_all_stages(model: nn.Module, state: ParallelState) -> contextlib.AbstractContextManager[None]:
@@ -323,7 +345,9 @@ def _list_saved_names(model: PeftModel, state: ParallelState, embeddings: object
     from peft import get_peft_model_state_dict
 
     if has_whole_adapters(state):
-        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        ends: list[nn.Module | None] = []
+        if hasattr(get_base_model_of(model), "get_input_embeddings"):
+            ends = [model.get_input_embeddings(), model.get_output_embeddings()]
         places = {name for name, module in model.named_modules() if any(module is end for end in ends)}
         # A method may compute from several tensors what it saves.
         tensors = model.state_dict().items()

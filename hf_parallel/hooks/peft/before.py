@@ -128,8 +128,6 @@ def check_tuner(
         )
     if low_cpu_mem_usage:
         refuse("low_cpu_mem_usage=True", "adapters need values to be split", "False")
-    if not hasattr(model, "base_model_prefix"):
-        refuse(f"adapters on a {type(model).__name__}", "not part of this version", "a transformers model")
     if whole:
         return
     start, targets = config.init_lora_weights, config.target_parameters

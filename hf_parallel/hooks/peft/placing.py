@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ from hf_parallel.model.calls import bind_by_name
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import MultiheadAttention
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
     from transformers import PreTrainedModel
 
@@ -159,7 +161,9 @@ def _split_adapter(name: str, wrapper: BaseTunerLayer, base: nn.Module, state: P
 # whole rows: there the weight of one layer at a time is made whole too.
 
 
-@patch("peft.tuners.lora.layer:{Linear,Embedding,ParamWrapper}.get_delta_weight", "adds whole to local weights")
+@patch(
+    "peft.tuners.lora.layer:{Linear,Embedding,ParamWrapper,_ConvNd}.get_delta_weight", "adds whole to local weights"
+)
 def delta_weight(
     original: Callable, self: LoraLayer, *names: str, **named: str
 ) -> torch.Tensor:  # kinds of layers call it differently
@@ -181,7 +185,10 @@ def delta_weight(
     )
 
 
-@patch("peft.tuners.lora.layer:Linear.{merge,unmerge}", "takes norms of a shard's rows for DoRA")
+@patch(
+    "peft.tuners.lora.layer:{Linear.merge,Linear.unmerge,_ConvNd.merge,_ConvNd.unmerge}",
+    "takes norms of a shard's rows",
+)
 def merge_layer(original: Callable, self: LoraLayer, *args: object, **kwargs: object) -> None:
     """Merge DoRA into one layer, or take it out, with its whole weight, of which each rank keeps its part."""
     base = self.get_base_layer()
@@ -197,6 +204,23 @@ def merge_layer(original: Callable, self: LoraLayer, *args: object, **kwargs: ob
         changed = base.weight.detach()
     with torch.no_grad():
         get_local(weight).copy_(read_part(changed, find_local_part(weight)))
+
+
+@patch(
+    "peft.tuners.lora.layer:MultiheadAttention.{forward,_restore_weights}",
+    "puts others in the place of gathered weights",
+)
+def attend(original: Callable, self: MultiheadAttention, *args: object, **kwargs: object) -> object:
+    """Put the own weights of the base back: a forward pass, and any look at the modules, leaves equal ones there."""
+    base = self.get_base_layer()
+    places = {"in_proj_weight": base, "weight": base.out_proj.get_base_layer()}
+    former = {name: module._parameters.get(name) for name, module in places.items()}
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        for name, parameter in former.items():
+            if parameter is not None and name in places[name]._parameters:
+                places[name]._parameters[name] = parameter
 
 
 @contextlib.contextmanager
@@ -281,12 +305,21 @@ def _get_wrapped(module: nn.Module) -> nn.Module | None:
 
 
 def _check_merge(model: nn.Module, state: ParallelState, merge: bool, safe_merge: bool) -> None:
+    from peft.tuners.lora.layer import MultiheadAttention
+
     if has_whole_adapters(state):  # PEFT's own layers merge them into whole weights
         return
     if safe_merge:
         raise NotImplementedError("hf_parallel: safe_merge=True on a parallel model is not part of this version")
+    if any(isinstance(module, MultiheadAttention) for module in model.modules()):
+        raise NotImplementedError(
+            "hf_parallel: merging, or taking out, adapters of a MultiheadAttention on a parallel model is not part of "
+            "this version; save the adapter, then load and merge it in one process"
+        )
     variants = {type(v) for module in model.modules() for v in (getattr(module, "lora_variant", None) or {}).values()}
-    if merge and any(variant.__name__ != "DoraLinearVariant" for variant in variants):
+    if merge and any(
+        re.fullmatch(r"Dora(Linear|Conv[123]d)Variant", variant.__name__) is None for variant in variants
+    ):
         raise NotImplementedError(
             "hf_parallel: merging DoRA of embeddings into shards is not part of this version; save the adapter, then "
             "load and merge it in one process"

@@ -134,7 +134,7 @@ def list_own_tensors(model: nn.Module) -> list[torch.Tensor]:
     return [tensor for tensor in (*model.parameters(), *model.buffers()) if not isinstance(tensor, DTensor)]
 
 
-def keep_adapters_whole(model: PeftModel, state: ParallelState, former: list[torch.Tensor]) -> None:
+def keep_adapters_whole(model: nn.Module, state: ParallelState, former: list[torch.Tensor]) -> None:
     """Keep whole what has come into a model since it had the tensors `former`. Collective."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import ModulesToSaveWrapper
