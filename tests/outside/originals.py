@@ -17,6 +17,7 @@ from tests.outside.llama_factory import FACTORY
 from tests.outside.lmflow import LMFLOW
 from tests.outside.methods import METHODS
 from tests.outside.native import NATIVE
+from tests.outside.notebooks import NOTEBOOKS
 from tests.outside.open_r1 import OPEN_R1
 from tests.outside.own_trainers import OWN_TRAINERS
 from tests.outside.peft_examples import PEFT
@@ -679,5 +680,6 @@ ORIGINALS = {
     **PREFERENCES,
     **METHODS,
     **NATIVE,
+    **NOTEBOOKS,
     **OTHERS,
 }

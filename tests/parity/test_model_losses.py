@@ -139,13 +139,14 @@ def test_a_reduction_is_over_data_ranks_by_every_name():
         assert all(numbers == [expected] * 4 for numbers in found), (spec, found)
 
 
-def seen(count: int) -> list[dict]:
+def seen(count: int, dtype: torch.dtype) -> list[dict]:
     """Images of three classes."""
     draw = torch.Generator().manual_seed(5)
-    return [{"pixel_values": torch.randn(3, 32, 32, generator=draw), "labels": n % 3} for n in range(count)]
+    images = [torch.randn(3, 32, 32, generator=draw).to(dtype) for _ in range(count)]
+    return [{"pixel_values": image, "labels": number % 3} for number, image in enumerate(images)]
 
 
-def normalised(spec: str | None, out: str) -> training.Outcome:
+def normalised(spec: str | None, out: str, dtype: torch.dtype = torch.float32) -> training.Outcome:
     """MobileNet, of which the last step has three images: none is left for the second data rank but one.
 
     At this learning rate it is no chaos: at 1e-2 weights that are 1e-7 apart give losses 5e-3 apart two steps later.
@@ -153,12 +154,12 @@ def normalised(spec: str | None, out: str) -> training.Outcome:
     data_ranks = training.activate(spec)
     torch.manual_seed(models.SEED)
     config = MobileNetV2Config(depth_multiplier=0.25, num_labels=3, classifier_dropout_prob=0.0, image_size=32)
-    options = {"train_dataset": seen(11), "eval_dataset": seen(5)}
+    options = {"train_dataset": seen(11, dtype), "eval_dataset": seen(5, dtype)}
     settings = {
         **{"per_device_train_batch_size": BATCH // data_ranks, "per_device_eval_batch_size": BATCH // data_ranks},
         **{"learning_rate": 1e-5, "num_train_epochs": 2},
     }
-    model = MobileNetV2ForImageClassification(config)
+    model = MobileNetV2ForImageClassification(config).to(dtype)
     return training.fit(*training.trainer_of(model, out, data_ranks, settings, **options), f"{out}/saved")
 
 
@@ -168,3 +169,10 @@ def test_batch_norm_takes_the_mean_over_all_data_ranks(runs, spec):
     # Fifty normalisations, one after another, of four rows: what is summed in another order grows, on some processors
     # to 1.3e-5.
     runs.compare(normalised, spec, tolerance=training.Tolerance(1e-4, 1e-3, 1e-4, weights=4e-5))
+
+
+def test_batch_norm_keeps_double_precision(runs):
+    """What is rounded is the logged loss and the norm by which gradients are clipped, both to fp32."""
+    # Single precision inside the fifty normalisations moved the losses by 3e-5.
+    tolerance = training.Tolerance(1e-6, 1e-6, 1e-6, weights=1e-8)
+    runs.compare(partial(normalised, dtype=torch.float64), "dp_shard=2", tolerance=tolerance)

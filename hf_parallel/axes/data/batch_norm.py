@@ -38,7 +38,8 @@ class SharedBatchNorm(_BatchNorm):
         if not self.training and self.running_mean is not None:
             return super().forward(input)
         self._check_input_dim(input)
-        x, dims = input.float(), [0, *range(2, input.ndim)]
+        wide = torch.promote_types(input.dtype, torch.float32)
+        x, dims = input.to(wide), [0, *range(2, input.ndim)]
         shape, counts = (1, -1, *(1,) * (input.ndim - 2)), float(not is_absent())
         rows = x.new_full((1,), input.numel() / input.shape[1])
         own = torch.cat([x.sum(dims), rows]) * counts
@@ -59,5 +60,5 @@ class SharedBatchNorm(_BatchNorm):
                 self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
         y = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.weight is not None:
-            y = y * self.weight.float().view(shape) + self.bias.float().view(shape)
+            y = y * self.weight.to(wide).view(shape) + self.bias.to(wide).view(shape)
         return y.to(input.dtype)
