@@ -143,6 +143,13 @@ def write_hourly(root: Path) -> None:
         values = numpy.sin(at / (3 + numpy.arange(len(names)))) + 0.3 * noise[at]
         rows.append(f"{numpy.datetime64('2020-01-01T00') + at}:00:00," + ",".join(f"{value:.4f}" for value in values))
     (root / "hourly.csv").write_text("\n".join(rows) + "\n")
+    draw, splits = random.Random(14), {}
+    waves = [[draw.random() + 3 + numpy.sin(at / (2 + index)) for at in range(70)] for index in range(16)]
+    for split, length in {"train": 58, "validation": 64, "test": 70}.items():
+        columns = {"start": numpy.datetime64("2020-01-01", "s").item(), "feat_dynamic_real": None}
+        lists = [{**columns, "target": wave[:length], "feat_static_cat": [at]} for at, wave in enumerate(waves)]
+        splits[split] = Dataset.from_list([{**row, "item_id": f"T{at}"} for at, row in enumerate(lists)])
+    DatasetDict(splits).save_to_disk(root / "media" / "series")
 
 
 def write_captions(root: Path) -> None:
@@ -159,6 +166,9 @@ def write_captions(root: Path) -> None:
         label = {"ids": ids, "weights": [1.0 - 0.3 * at for at in range(len(ids))]}
         row = {"question": materials.some(words, draw, 2, 5), "image_id": str(file), "label": label}
         asked.append({**row, "question_type": "", "question_id": index, "answer_type": ""})
+    sounds = DatasetDict.load_from_disk(str(root / "media" / "sounds-full")).remove_columns("label")
+    sounds = sounds.map(lambda row, index: {"speaker_id": str(index % 3)}, with_indices=True)
+    sounds.save_to_disk(root / "media" / "spoken")
     features = Features({"image": Image(), "text": Value("string")})
     for name, rows, kinds in (("captioned", captions, features), ("asked", asked, None)):
         DatasetDict({"train": Dataset.from_list(rows, features=kinds)}).save_to_disk(root / "media" / name)

@@ -1,8 +1,11 @@
 """Notebooks of Hugging Face: their code cells as a script, with small numbers, and models that only they ask for."""
 
+import builtins
 import json
+import sys
 from pathlib import Path
 
+import torch
 import transformers
 
 from tests.outside.cases import Case
@@ -61,8 +64,20 @@ def train_briefly(rows: int) -> None:
     from tests.outside import stand_ins
 
     matplotlib.use("Agg")
+    builtins.display = lambda *shown: None
     huggingface_hub.notebook_login = huggingface_hub.login = lambda *args, **kwargs: None
     stand_ins.stand_for("IPython", "google", "trackio")
+    sys.modules.pop("IPython", None)
+    import IPython
+
+    IPython.version_info = (8, 24)  # which matplotlib compares
+
+
+class Voice:
+    """An encoder of speakers: twelve numbers of a sound."""
+
+    def encode_batch(self, sound: torch.Tensor) -> torch.Tensor:
+        return sound.float().flatten()[:1200].view(1, 1, 12, 100).mean(-1)
 
 
 def load(kind: str, end: str = ".jsonl", more: str = "") -> str:
@@ -123,6 +138,27 @@ PLAYERS = (
     ("lr=1e-5", "lr=1e-2"),
     ("range(50)", "range(1)"),
     ("EPOCHS = 5000", "EPOCHS = 1"),
+)
+QUIET = "dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0"
+HOURLY = (
+    ("~/data/ECL.csv", "ROOT/hourly.csv"),
+    ("~/Downloads/ECL.csv", "ROOT/hourly.csv"),
+    ('f"https://raw.githubusercontent.com/zhouhaoyi/ETDataset/main/ETT-small/{dataset}.csv"', '"ROOT/hourly.csv"'),
+    ("context_length = 512", "context_length = 32"),
+    ("forecast_horizon = 96", "forecast_horizon = 8"),
+    ("12 * 30 * 24", "200"),
+    ("4 * 30 * 24", "60"),
+    ("8 * 30 * 24", "120"),
+    ("random_mask_ratio=0.4,", ""),
+    ("d_model=128", "d_model=32"),
+    ("num_attention_heads=16", "num_attention_heads=4"),
+    ("ffn_dim=256", "ffn_dim=48"),
+    ("dropout=0.2", "dropout=0.0"),
+    ("dropout=0.7", "dropout=0.0"),
+    ("logging_dir=", "run_name="),
+    ("    overwrite_output_dir=True,\n", ""),
+    ("input_columns=", "target_columns="),  # names of tsfm_public of today
+    ("    output_columns=forecast_columns,\n", ""),
 )
 NOTEBOOKS = {
     "notebook multiple_choice": notebook(
@@ -218,5 +254,68 @@ NOTEBOOKS = {
         ),
         ("student_model=student_model", "student_model=student_model.double()"),
         ("teacher_model=teacher_model", "teacher_model=teacher_model.double()"),
+    ),
+    "notebook text-to-speech": notebook(
+        f"{DOCS}/text-to-speech.ipynb",
+        (
+            'pipe = pipeline("text-to-audio", model="sesame/csm-1b")',
+            "pipe = lambda *args: {'audio': 0, 'sampling_rate': 1}",
+        ),
+        ('pipe = pipeline("text-to-speech", model="nari-labs/Dia-1.6B-0626")', "pipe = lambda *args: None"),
+        ("import soundfile as sf\n", ""),
+        ("dailytalk-dummy", "ROOT/media/spoken"),
+        ("hf-internal-testing/ROOT", "ROOT"),
+        ('"qmeeus/voxpopuli", "nl"', '"ROOT/media/spoken"'),
+        ("from IPython.display import Audio", "from IPython.display import Audio as Heard"),
+        ("Audio(output", "Heard(output"),
+        ("sampling_rate=24000", "sampling_rate=16000"),
+        ('audio_target=audio["array"]', 'audio_target=audio["array"][:4000]'),  # its norms over batches count padding
+        ("microsoft/speecht5_tts", "ROOT/speecht5"),
+        ("from speechbrain.inference.classifiers import EncoderClassifier\n", ""),
+        (
+            "EncoderClassifier.from_hparams",
+            "(lambda **named: __import__('tests.outside.notebooks').outside.notebooks.Voice())",
+        ),
+        ("100 <= speaker_counts[speaker_id]", "1 <= speaker_counts[speaker_id]"),
+    ),
+    "notebook time-series-transformers": notebook(
+        f"{EXAMPLES}/time-series-transformers.ipynb",
+        ('load_dataset("monash_tsf", "tourism_monthly")', "load_dataset('ROOT/media/series')"),
+        ('freq = "1M"', 'freq = "1D"'),
+        ("prediction_length = 24", "prediction_length = 6"),
+        ("get_lags_for_frequency(freq)", "[1, 2, 7]"),
+        ("decoder_layers=4,", f"decoder_layers=2, {QUIET},"),
+        ("batch_size=256", "batch_size=8"),
+        ("num_batches_per_epoch=100", "num_batches_per_epoch=4"),
+        ("range(40)", "range(1)"),
+        ("lr=6e-4", "lr=1e-2"),
+    ),
+    "notebook patch_tst": notebook(f"{EXAMPLES}/patch_tst.ipynb", *HOURLY),
+    "notebook patch_tsmixer": notebook(f"{EXAMPLES}/patch_tsmixer.ipynb", *HOURLY),
+    "notebook prompt_tuning_peft": notebook(
+        f"{COOKBOOK}/prompt_tuning_peft.ipynb",
+        ("bigscience/bloomz-560m", "ROOT/llama"),
+        ("load_dataset(dataset_prompt)", load("texts")),
+        ('load_dataset("Abirate/english_quotes")', load("texts")),
+        ('samples["prompt"]', 'samples["text"]'),
+        ('samples["quote"]', 'samples["text"]'),
+        ("tokenizer(samples", "tokenizer(truncation=True, max_length=33, text=samples"),
+        ("range(50)", "range(22)"),
+        ("range(25)", "range(22)"),
+        (".remove_columns(['author', 'tags'])", ""),
+        ("max_new_tokens=50", "max_new_tokens=5"),
+        ("early_stopping=True, #", "#"),
+        ("auto_find_batch_size=True, #", "#"),
+        ("trainer_sentences.train()", "trainer_sentences.train()\nmodel = trainer_sentences.model"),
+    ),
+    "notebook finetune_t5_for_search_tag_generation": notebook(
+        f"{COOKBOOK}/finetune_t5_for_search_tag_generation.ipynb",
+        ("t5-small", "ROOT/t5"),
+        ("T5Tokenizer.from_pretrained", "(lambda name: None)"),
+        ("userdata.get('HUGGINGFACE_TOKEN')", "''"),
+        ('load_dataset("zamal/github-meta-data")', load("summaries")),
+        ('batch["input"]', 'batch["document"]'),
+        ('batch["target"]', 'batch["summary"]'),
+        ("lora_dropout=0.05", "lora_dropout=0.0"),
     ),
 }
