@@ -160,6 +160,9 @@ def write_captions(root: Path) -> None:
         draw = random.Random(61 * index)
         picture, shapes = media.drawing(draw)
         text = " and ".join(f"a {CLASSES[kind]} at {box[0]}" for kind, box in shapes)
+        pet = root / "media" / "pets" / f"{CLASSES[shapes[0][0]]}_{index}.jpg"
+        pet.parent.mkdir(exist_ok=True)
+        picture.save(pet)
         captions.append({"image": media.encoded(picture), "text": text})
         file = root / "captions" / "full" / f"train-{index}.png"
         ids = sorted({CLASSES[kind] for kind, _ in shapes})

@@ -4,7 +4,10 @@ from functools import partial
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.state import PartialState
+from torch import nn
+from torch.utils.data import DataLoader
 from transformers import (
     MobileNetV2Config,
     MobileNetV2ForImageClassification,
@@ -169,6 +172,39 @@ def test_batch_norm_takes_the_mean_over_all_data_ranks(runs, spec):
     # Fifty normalisations, one after another, of four rows: what is summed in another order grows, on some processors
     # to 1.3e-5.
     runs.compare(normalised, spec, tolerance=training.Tolerance(1e-4, 1e-3, 1e-4, weights=4e-5))
+
+
+class NormAndStep(nn.BatchNorm2d):
+    """A norm with an activation behind it, as timm's, which calls torch's function itself."""
+
+    def forward(self, input):
+        means = (self.running_mean, self.running_var)
+        found = torch.nn.functional.batch_norm(input, *means, self.weight, self.bias, self.training, 0.1, self.eps)
+        return torch.nn.functional.relu6(found)
+
+
+def normalised_by_its_own(spec: str | None) -> list[float]:
+    """Losses and weights of three steps of a loop on a model whose norm has a forward of its own."""
+    training.activate(spec)
+    torch.manual_seed(models.SEED)
+    inner = nn.Sequential(nn.Conv2d(3, 5, 3, 2), NormAndStep(5), nn.Flatten(), nn.Linear(1125, 3))
+    accelerator = Accelerator(cpu=True)
+    rows = DataLoader(seen(24, torch.float32), BATCH // accelerator.num_processes)
+    model, optimizer, rows = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1), rows)
+    found = []
+    for batch in rows:
+        loss = torch.nn.functional.cross_entropy(model(batch["pixel_values"]), batch["labels"])
+        accelerator.backward(loss)
+        found.append(float(accelerator.clip_grad_norm_(model.parameters(), 1e9)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *model[1].running_mean.tolist(), *model[1].running_var.tolist()]
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2"])
+def test_batch_norm_with_a_forward_of_its_own(spec):
+    """It took the mean and variance of a data rank's rows, in silence (losses 9e-2)."""
+    training.check_alone(normalised_by_its_own, spec, init=False)
 
 
 def test_batch_norm_keeps_double_precision(runs):
