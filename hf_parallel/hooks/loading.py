@@ -25,6 +25,7 @@ from hf_parallel.checkpoint.hub_format import gather_from_stages
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor, RangeFile, make_lazy_tensor, read_values
 from hf_parallel.checkpoint.slices import find_local_part, read_part
 from hf_parallel.hooks import bitsandbytes, runtime
+from hf_parallel.hooks.accelerate.loop_losses import watch_first_batch
 from hf_parallel.hooks.bitsandbytes import read_packed
 from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.model.anatomy import get_stored_order, move_to_meta
@@ -297,6 +298,7 @@ def distribute(
     quantization = distributed_config.quantization
     pack = bitsandbytes.Pack(quantization) if quantization is not None else None
     parallelize_model(model, mesh=runtime.mesh(), pack=pack)
+    watch_first_batch(model)
     local = set(model.state_dict())
     if before - local:
         # Names that other stages load are no surprise in the checkpoint, whatever prefix it uses.

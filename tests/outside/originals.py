@@ -17,6 +17,7 @@ from tests.outside.llama_factory import FACTORY
 from tests.outside.lmflow import LMFLOW
 from tests.outside.methods import METHODS
 from tests.outside.native import NATIVE
+from tests.outside.notebooks import NOTEBOOKS
 from tests.outside.open_r1 import OPEN_R1
 from tests.outside.own_trainers import OWN_TRAINERS
 from tests.outside.peft_examples import PEFT
@@ -653,7 +654,36 @@ EMBEDDING = {
         ),
     ),
 }
+#: Pictures of 32 pixels and one of timm's models for tests, whose norms over batches are its own.
+PETS = (
+    ('"batch_size": 64, "image_size": 224', '"batch_size": ROWS, "image_size": 32'),
+    ('create_model("resnet50d", pretrained=True', 'create_model("KIND", pretrained=False'),
+    ("num_workers=4", "num_workers=0"),
+    ("lr=lr / 25)", "lr=lr / 25, eps=1e-3)"),
+    (  # whose phases end a step early, of which there are as many more as data ranks
+        "OneCycleLR(optimizer=optimizer, max_lr=lr, epochs=num_epochs, steps_per_epoch=len(train_dataloader))",
+        "torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)",
+    ),
+    ("for fname in os.listdir(args.data_dir)", "for fname in sorted(os.listdir(args.data_dir))"),
+    ("int(0.8 * len(file_names))", "24"),
+    ("accelerator.end_training()", "accelerator.save_model(model, 'OUT/end')"),
+)
+COMPLETE = {
+    f"complete_cv_example{more}": Case(
+        "accelerate/examples/complete_cv_example.py",
+        "--data_dir ROOT/media/pets --cpu --checkpointing_steps epoch --output_dir OUT",
+        edits=tuple((old, new.replace("KIND", kind)) for old, new in (*PETS, *trains)),
+        again=again,
+    )
+    for more, kind, trains, again in (
+        ("", "test_resnet", (), ""),
+        (", all trains", "test_resnet", (("param.requires_grad = False", "pass"),), ""),
+        (", other norms", "test_efficientnet", (("param.requires_grad = False", "pass"),), ""),
+        (", resumed", "test_resnet", (), "--resume_from_checkpoint OUT/epoch_0"),
+    )
+}
 ORIGINALS = {
+    **COMPLETE,
     **INSTRUCTIONS,
     **EMBEDDING,
     **TRANSFORMERS,
@@ -679,5 +709,6 @@ ORIGINALS = {
     **PREFERENCES,
     **METHODS,
     **NATIVE,
+    **NOTEBOOKS,
     **OTHERS,
 }

@@ -28,6 +28,7 @@ import tests.outside.operators  # noqa: F401 - before Transformers
 from tests.distributed import RankFailure, run, run_alone
 from tests.outside import materials, stand_ins, watching
 from tests.outside.cases import Case
+from tests.outside.notebooks import code_of_notebook
 from tests.outside.originals import ORIGINALS, SPECS
 from tests.training import axes
 
@@ -54,7 +55,7 @@ class Desk:
         original = self.sources / case.script
         if not case.edits:
             return original
-        text = original.read_text()
+        text = code_of_notebook(original) if original.suffix == ".ipynb" else original.read_text()
         if not any(old in text for old, _ in case.edits):
             raise ValueError(f"{case.script}: nothing to edit in this version")
         for old, new in case.edits:
@@ -176,11 +177,12 @@ def table(known: dict[tuple[str, str], dict]) -> str:
 def write_materials(root: str) -> None:
     """Models and data, in a process that ends then."""
     stand_ins.install()
-    from tests.outside import documents, media
+    from tests.outside import documents, media, notebook_models
 
     materials.write_all(root)
     media.write_all(root)
     documents.write_all(root)
+    notebook_models.write_all(root)
 
 
 def preload() -> None:

@@ -23,7 +23,7 @@ from tests.training import Recorder, close, compared, weight_differences
 
 SCRIPTS = Path(__file__).parent / "scripts"
 #: Of what depends on time, or on the number of processes by its meaning.
-NOT_COMPARED = ("runtime", "per_second", "total_flos", "step_time", "memory/")
+NOT_COMPARED = ("runtime", "per_second", "total_flos", "step_time", "memory/", "preparation_time")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers.integrations.peft as integration
-from peft import IA3Config, LoHaConfig, LoraConfig
+from peft import IA3Config, LoHaConfig, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.adapters import ATTENTION, MLP, SPECS
@@ -78,3 +78,20 @@ def test_loaded_as_in_one_process(runs, spec):
     initial = runs.initial("odd")
     adapters = runs.alone(train, initial).folder
     check_numbers(run(load, 2, spec, initial, adapters, init=False), run_alone(load, None, initial, adapters))
+
+
+def train_base(spec: str | None, out: str, folder: str) -> Outcome:
+    """A Trainer with the base model into which `get_peft_model` has put adapters: whole folders, and the best."""
+    data_ranks = activate(spec)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    get_peft_model(model, LoraConfig(target_modules=[*ATTENTION, *MLP], **CONFIG))
+    best = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    best |= {"load_best_model_at_end": True, "greater_is_better": True}  # the worst, which is not the last
+    sets = {"train_dataset": data("odd", 19, 11), "eval_dataset": data("odd", 5, 12)}
+    return fit(*trainer_of(model, out, data_ranks, best, **sets), f"{out}/saved")
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "pp=2", "tp=2,dp_shard=2"])
+def test_a_base_model_with_adapters_reads_its_best_folder(runs, spec):
+    """Its folders hold the whole model, not adapters alone: reading one ended the run."""
+    runs.compare(train_base, spec, runs.initial("odd"))

@@ -4,7 +4,10 @@ from functools import partial
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.state import PartialState
+from torch import nn
+from torch.utils.data import DataLoader
 from transformers import (
     MobileNetV2Config,
     MobileNetV2ForImageClassification,
@@ -139,13 +142,14 @@ def test_a_reduction_is_over_data_ranks_by_every_name():
         assert all(numbers == [expected] * 4 for numbers in found), (spec, found)
 
 
-def seen(count: int) -> list[dict]:
+def seen(count: int, dtype: torch.dtype) -> list[dict]:
     """Images of three classes."""
     draw = torch.Generator().manual_seed(5)
-    return [{"pixel_values": torch.randn(3, 32, 32, generator=draw), "labels": n % 3} for n in range(count)]
+    images = [torch.randn(3, 32, 32, generator=draw).to(dtype) for _ in range(count)]
+    return [{"pixel_values": image, "labels": number % 3} for number, image in enumerate(images)]
 
 
-def normalised(spec: str | None, out: str) -> training.Outcome:
+def normalised(spec: str | None, out: str, dtype: torch.dtype = torch.float32) -> training.Outcome:
     """MobileNet, of which the last step has three images: none is left for the second data rank but one.
 
     At this learning rate it is no chaos: at 1e-2 weights that are 1e-7 apart give losses 5e-3 apart two steps later.
@@ -153,12 +157,12 @@ def normalised(spec: str | None, out: str) -> training.Outcome:
     data_ranks = training.activate(spec)
     torch.manual_seed(models.SEED)
     config = MobileNetV2Config(depth_multiplier=0.25, num_labels=3, classifier_dropout_prob=0.0, image_size=32)
-    options = {"train_dataset": seen(11), "eval_dataset": seen(5)}
+    options = {"train_dataset": seen(11, dtype), "eval_dataset": seen(5, dtype)}
     settings = {
         **{"per_device_train_batch_size": BATCH // data_ranks, "per_device_eval_batch_size": BATCH // data_ranks},
         **{"learning_rate": 1e-5, "num_train_epochs": 2},
     }
-    model = MobileNetV2ForImageClassification(config)
+    model = MobileNetV2ForImageClassification(config).to(dtype)
     return training.fit(*training.trainer_of(model, out, data_ranks, settings, **options), f"{out}/saved")
 
 
@@ -168,3 +172,43 @@ def test_batch_norm_takes_the_mean_over_all_data_ranks(runs, spec):
     # Fifty normalisations, one after another, of four rows: what is summed in another order grows, on some processors
     # to 1.3e-5.
     runs.compare(normalised, spec, tolerance=training.Tolerance(1e-4, 1e-3, 1e-4, weights=4e-5))
+
+
+class NormAndStep(nn.BatchNorm2d):
+    """A norm with an activation behind it, as timm's, which calls torch's function itself."""
+
+    def forward(self, input):
+        means = (self.running_mean, self.running_var)
+        found = torch.nn.functional.batch_norm(input, *means, self.weight, self.bias, self.training, 0.1, self.eps)
+        return torch.nn.functional.relu6(found)
+
+
+def normalised_by_its_own(spec: str | None) -> list[float]:
+    """Losses and weights of three steps of a loop on a model whose norm has a forward of its own."""
+    training.activate(spec)
+    torch.manual_seed(models.SEED)
+    inner = nn.Sequential(nn.Conv2d(3, 5, 3, 2), NormAndStep(5), nn.Flatten(), nn.Linear(1125, 3))
+    accelerator = Accelerator(cpu=True)
+    rows = DataLoader(seen(24, torch.float32), BATCH // accelerator.num_processes)
+    model, optimizer, rows = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1), rows)
+    found = []
+    for batch in rows:
+        loss = torch.nn.functional.cross_entropy(model(batch["pixel_values"]), batch["labels"])
+        accelerator.backward(loss)
+        found.append(float(accelerator.clip_grad_norm_(model.parameters(), 1e9)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *model[1].running_mean.tolist(), *model[1].running_var.tolist()]
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2"])
+def test_batch_norm_with_a_forward_of_its_own(spec):
+    """It took the mean and variance of a data rank's rows, in silence (losses 9e-2)."""
+    training.check_alone(normalised_by_its_own, spec, init=False)
+
+
+def test_batch_norm_keeps_double_precision(runs):
+    """What is rounded is the logged loss and the norm by which gradients are clipped, both to fp32."""
+    # Single precision inside the fifty normalisations moved the losses by 3e-5.
+    tolerance = training.Tolerance(1e-6, 1e-6, 1e-6, weights=1e-8)
+    runs.compare(partial(normalised, dtype=torch.float64), "dp_shard=2", tolerance=tolerance)

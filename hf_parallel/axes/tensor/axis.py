@@ -184,9 +184,9 @@ def _find_styles(model: PreTrainedModel) -> Origins:
         styles.update({name: (style, "inferred") for name, style in infer_styles(model).items()})
     split = {name.rpartition(".")[0] for name in (*styles, *latent)}
     # Embeddings and head, which several plans leave out.
-    vocabulary = dict.fromkeys(list_tied_to_embedding(model), "embedding_rowwise")
-    if type(head) is nn.Linear:
-        vocabulary[next(name for name, module in model.named_modules() if module is head)] = "colwise_gather_output"
+    embeddings = list_tied_to_embedding(model)
+    vocabulary = dict.fromkeys(embeddings, "embedding_rowwise")
+    vocabulary |= dict.fromkeys(_list_heads(model, head, embeddings), "colwise_gather_output")
     for known in (
         latent,
         vocabulary,
@@ -202,6 +202,15 @@ def _find_styles(model: PreTrainedModel) -> Origins:
     if by_layer or not kinds.isdisjoint({"DebertaLMPredictionHead", "DebertaV2LMPredictionHead"}):
         styles = {name: found for name, found in styles.items() if found[0] not in _OF_VOCABULARY}
     return styles
+
+
+def _list_heads(model: nn.Module, head: nn.Module | None, embeddings: list[str]) -> list[str]:
+    """Return the names of the head and of linears tied to an embedding, which BLIP has and does not call its head."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    sources = {f"{name}.weight" for name in embeddings}
+    shared = {target for target, source in tied.items() if source in sources}
+    linears = ((name, module) for name, module in model.named_modules() if type(module) is nn.Linear)
+    return [name for name, module in linears if module is head or f"{name}.weight" in shared]
 
 
 def resolve_styles(facts: SplitFacts, tp_size: int, whole_experts: bool = False) -> Origins:

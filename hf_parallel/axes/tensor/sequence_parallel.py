@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
 
+#: What ViLT, LayoutLM and VisualBERT are given beside tokens, and read as more of them.
+_SEEN = {"pixel_values", "image", "visual_embeds"}
+
+
 def find_sequence_obstacle(model: nn.Module, styles: dict[str, str]) -> str | None:
     """Return why this model cannot hold parts of the sequence between its regions, or None if it can."""
     part = find_text_part(model)
@@ -47,8 +51,11 @@ def find_sequence_obstacle(model: nn.Module, styles: dict[str, str]) -> str | No
             return f"{key}={getattr(part.config, key)} skips layers at random, at which sequences are cut and joined"
     for stack in find_stacks(model):
         reader, owner = find_reader_of_stack(part, stack), part.get_submodule(stack.name.rpartition(".")[0])
-        if reader is None or "input_ids" not in inspect.signature(reader.forward).parameters:
+        takes = () if reader is None else inspect.signature(reader.forward).parameters
+        if "input_ids" not in takes:
             return f"what {type(owner).__name__} reads are no tokens, so rows cannot be padded"
+        if not _SEEN.isdisjoint(takes) and not hasattr(reader.config, "vocabulary_map"):  # Chameleon sees tokens
+            return f"{type(reader).__name__} puts what it sees behind its tokens, so rows cannot be padded"
         if any("deepstack" in name for name in inspect.signature(owner.forward).parameters):  # Qwen3-VL's
             return f"{type(owner).__name__} adds what it sees between its layers"
         if getattr(owner, "conv", None) is not None:  # DeBERTa's

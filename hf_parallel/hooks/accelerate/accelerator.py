@@ -204,6 +204,7 @@ def make_parallel(model: nn.Module) -> None:
             make_parallel_below(model, make)
         else:
             make(model)
+    loop_losses.watch_first_batch(model)
     runtime.equalise_within_model()
 
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import report, runtime
@@ -59,6 +60,28 @@ def note_forward(loss: torch.Tensor | None, counted: bool, given: Mapping[str, o
     if loop is not None:
         loop.forwards += 1
         loop.weighed += [loss] if counted and loss is not None else []
+
+
+def watch_first_batch(model: nn.Module) -> None:
+    """Say so if a loop gives all data ranks the same batch to train on. Collective at the model's first such call."""
+    mesh = runtime.mesh()
+
+    def compare(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        current, state = runtime.current(), runtime.find_parallel_state(module)
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        hook.remove()
+        if current is None or current.in_trainer or current.pretended or state is None:
+            return
+        batch = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
+        if state.batches.is_equal_on_data_ranks(batch):
+            report.say(
+                f"all {mesh.data_size} data ranks train on the same batch, so that a step is one process's with the "
+                f"batch of one rank, computed {mesh.data_size} times: accelerator.prepare(loader) shares batches out"
+            )
+
+    if mesh.data_size > 1:
+        hook = model.register_forward_pre_hook(compare, with_kwargs=True)
 
 
 def note_last_batch(loader: object, batches: Iterator) -> Iterator:

@@ -24,7 +24,7 @@ from hf_parallel.checkpoint.slices import is_changed_alike, refuse_changes_of_ra
 from hf_parallel.hooks import hangs, runtime
 from hf_parallel.hooks.accelerate import processes
 from hf_parallel.hooks.patching import patch
-from hf_parallel.hooks.peft.adapters import load_adapter_weights
+from hf_parallel.hooks.peft.adapters import is_saved_as_adapters, load_adapter_weights
 from hf_parallel.hooks.trainer.checkpoints import get_inner_optimizer, write_layout
 from hf_parallel.hooks.trainer.resuming import choose_rng_rank, find_all_damages, read_layout_of, refuse_damages
 from hf_parallel.ranks import assert_all_ranks, desync, messages
@@ -314,7 +314,7 @@ def _load_state_from(accelerator: Accelerator, folder: str, load_kwargs: object,
             accelerator.unwrap_model(model),
             _number_file_name(folder, "model", number) if number else folder,
         )
-        if hasattr(inner, "peft_config"):
+        if is_saved_as_adapters(inner):
             load_adapter_weights(inner, where)
         else:
             folders.load_weights(inner, where)

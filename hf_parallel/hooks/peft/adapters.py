@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from hf_parallel.apply.parallelize import ParallelState
 from hf_parallel.axes.adapters import lora
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from peft.tuners.lora.dora import DoraLinearLayer
     from peft.tuners.tuners_utils import BaseTuner
     from peft.utils.other import ModulesToSaveWrapper
-    from transformers import PreTrainedModel
 
 # ---- putting adapters in -----------------------------------------------------------------------------------------
 
@@ -401,6 +401,15 @@ class _Uncut:
                 get_local(parameter).copy_(part)
         parts = {key: parameter.detach() for key, parameter in own.items()}
         return self._model.load_state_dict({**state_dict, **parts}, **how)
+
+
+def is_saved_as_adapters(model: nn.Module) -> bool:
+    """Return whether a folder of this model holds its adapters alone.
+
+    Not that of a base model which a script trains itself after `get_peft_model` has put adapters into it.
+    """
+    alone = not isinstance(model, PreTrainedModel) or model._hf_peft_config_loaded
+    return hasattr(model, "peft_config") and alone
 
 
 def load_adapter_weights(model: nn.Module, directory: str) -> None:

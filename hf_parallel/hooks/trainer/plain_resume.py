@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from hf_parallel import checkpoint as folders
 from hf_parallel.hooks import report, restarts
 from hf_parallel.hooks.patching import patch
+from hf_parallel.hooks.peft.adapters import is_saved_as_adapters
 from hf_parallel.hooks.trainer.checkpoints import get_inner_optimizer
 from hf_parallel.hooks.trainer.resuming import (
     find_checkpoint_damages,
@@ -72,7 +73,7 @@ def load_from_checkpoint(
     """
     target = self.model if model is None else model
     engine = self.is_fsdp_enabled or self.is_deepspeed_enabled
-    if engine or hasattr(target, "peft_config") or not read_layout_of(resume_from_checkpoint):
+    if engine or is_saved_as_adapters(target) or not read_layout_of(resume_from_checkpoint):
         return original(self, resume_from_checkpoint, model)
     folders.load_weights(target, resume_from_checkpoint)
 

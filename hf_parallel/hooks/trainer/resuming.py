@@ -21,7 +21,7 @@ from hf_parallel.checkpoint.hub_format import gather_from_stages
 from hf_parallel.hooks import entries, hangs, report, restarts, runtime
 from hf_parallel.hooks.accelerate.processes import continue_stream
 from hf_parallel.hooks.patching import patch
-from hf_parallel.hooks.peft.adapters import load_adapter_weights
+from hf_parallel.hooks.peft.adapters import is_saved_as_adapters, load_adapter_weights
 from hf_parallel.hooks.trainer import bad_numbers, control, deal, joining, losses, training
 from hf_parallel.hooks.trainer.checkpoints import (
     Layout,
@@ -262,7 +262,7 @@ def _read_as_of_this_model(folder: str) -> Iterator[None]:
 
 
 def _load_weights_of(model: PreTrainedModel, folder: str) -> None:
-    if hasattr(model, "peft_config"):
+    if is_saved_as_adapters(model):
         load_adapter_weights(model, folder)
     else:
         _say_useless(folder, messages.gather_objects(folders.load_weights(model, folder)))
