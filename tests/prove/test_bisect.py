@@ -98,11 +98,11 @@ def test_other_batches(alone, tmp_path):
     assert "looks like: other batches" in said
 
 
-#: The mean of a script over the targets of its own data rank: by torch's function, and in its own arithmetic.
+#: The mean of a script over the targets of its own data rank, and over some of them, whose count nothing knows.
 MEANS = {
     "seen": "torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())",
-    "unseen": "-(logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)).sum() "
-    "/ (labels != -100).sum()",
+    "unseen": "-(logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels > 60)).sum() "
+    "/ (labels > 60).sum()",
 }
 
 
