@@ -31,6 +31,7 @@ from hf_parallel.ask.spec import SpecError, get_first_line, refuse
 from hf_parallel.model.anatomy import find_stacks, find_token_readers, list_numbers_of_draws
 from hf_parallel.plans.resolve import read_model, resolve
 from hf_parallel.ranks.mesh import ParallelMesh
+from hf_parallel.ranks.messages import gather_objects
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -142,6 +143,42 @@ def refuse_changed_code(model: PreTrainedModel, mesh: ParallelMesh) -> None:
                 )
 
     handle = model.register_forward_pre_hook(look, prepend=True)
+
+
+def refuse_unlike_statistics(model: nn.Module, mesh: ParallelMesh) -> None:
+    """Let the first training pass refuse layers of a script that keep statistics of a data rank's own rows.
+
+    Raises:
+        SpecError: in that pass; ranks hold other values of a buffer that the pass has changed.
+    """
+    own = find_own_code(model) if mesh.data_size > 1 else {}
+    named = {f"{name}.{key}": (name, key) for name in own for key in model.get_submodule(name)._buffers}
+    if not named:
+        return
+
+    def read_states() -> dict[str, tuple[int, int]]:
+        held = ((full, model.get_submodule(name)._buffers[key]) for full, (name, key) in named.items())
+        return {full: (id(buffer), buffer._version) for full, buffer in held if buffer is not None}
+
+    before: dict[str, tuple[int, int]] = {}
+
+    def begin(module: nn.Module, args: tuple) -> None:
+        before.update(read_states())
+
+    def end(module: nn.Module, args: tuple, output: object) -> None:
+        if not module.training or not torch.is_grad_enabled():
+            return
+        for handle in handles:
+            handle.remove()
+        changed = [full for full, state in read_states().items() if before.get(full) != state]
+        sums = {full: float(model.get_buffer(full).double().sum()) for full in changed}
+        unlike = [full for full in sums if len({held.get(full) for held in gather_objects(sums, group)}) > 1]
+        if unlike:
+            why = f"{own[named[unlike[0]][0]]} keeps {unlike[0]} of its own rows on each data rank"
+            refuse(f"{mesh.data_size} data ranks", why, do="reduce it over them in the forward, or train with one")
+
+    group = mesh.data_group_on_host()
+    handles = (model.register_forward_pre_hook(begin), model.register_forward_hook(end))
 
 
 def find_own_code(model: nn.Module) -> dict[str, str]:

@@ -30,7 +30,7 @@ from hf_parallel.apply.methods import (
     replace_methods_around,
     share_own,
 )
-from hf_parallel.apply.own_code import prove_own_code, refuse_changed_code
+from hf_parallel.apply.own_code import prove_own_code, refuse_changed_code, refuse_unlike_statistics
 from hf_parallel.apply.weights import (
     note_former_parameters,
     refuse_changed_parameters,
@@ -113,6 +113,7 @@ def parallelize_model(
         apply(model, plan, mesh, pack)
     if anatomy.is_transformers:
         refuse_changed_code(cast("PreTrainedModel", model), mesh)
+    refuse_unlike_statistics(model, mesh)
     return model
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
@@ -94,13 +95,18 @@ class NormalisedMLP(modeling_llama.LlamaMLP):
 
 
 class MeanMLP(modeling_llama.LlamaMLP):
-    """Keeps a running mean of its outputs."""
+    """Keeps a running mean of its outputs, if told to over all ranks."""
+
+    over_ranks = False
 
     def forward(self, x):
         out = super().forward(x)
         if self.training:
-            with torch.no_grad():
-                self.mean.lerp_(out.mean((0, 1)), 0.1)
+            mean = out.detach().mean((0, 1))
+            if self.over_ranks:
+                dist.all_reduce(mean)
+                mean /= dist.get_world_size()
+            self.mean.lerp_(mean, 0.1)
         return out - self.mean
 
 
@@ -197,6 +203,30 @@ def _refuses(spec, kind, pattern):
 def test_whole_sequences_are_the_way_out(kind):
     spec = "tp=2,sequence_parallel=false"
     check_numbers(run(train, 2, spec, kind)[:1], run_alone(train, None, kind))
+
+
+def _step_on_own_rows(over_ranks, ranks):
+    """The loss of a step of which each data rank has two rows, and the running mean after it."""
+    model = change(models.build("llama", **ODD), "means").train()
+    MeanMLP.over_ranks = over_ranks
+    model = hf_parallel.parallelize(model, f"dp_shard={ranks}")
+    own = rows(4, 33).chunk(ranks)[dist.get_rank()]
+    loss = model(input_ids=own, labels=own).loss
+    loss.backward()
+    dist.all_reduce(loss)
+    return [loss.item() / ranks, float(model.model.layers[5].mlp.mean.norm())]
+
+
+def _keeps_its_own(ranks):
+    with pytest.raises(SpecError, match=pattern_of_refusal("2 data ranks", "MeanMLP", works="train with one")):
+        _step_on_own_rows(False, ranks)
+
+
+def test_statistics_of_data_ranks():
+    """One process's where the script reduces them, else refused."""
+    run(_keeps_its_own, 2, 2)
+    (alone,) = run(_step_on_own_rows, 1, True, 1)
+    check_numbers(run(_step_on_own_rows, 2, True, 2), alone)
 
 
 # ---- classes that are loaded, and code that comes late --------------------------------------------------------------
