@@ -1,12 +1,16 @@
 """fp16 with a scaled loss, where gradients of an unscaled one would vanish. accelerate has none on CPUs: loops."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import nn
 
 from hf_parallel import parallelize
 from hf_parallel.hooks.accelerate.accelerator import MeshGradScaler
+from hf_parallel.ranks.mesh import get_stored
 from tests import models
 from tests.distributed import run, run_alone_once
 from tests.training import FP16, activate, axes, check_numbers
@@ -143,3 +147,37 @@ def test_prepare_shares_the_scale():
         assert (found["kind"], found["scale"], found["growth_interval"]) == ("MeshGradScaler", 16.0, 7)
         assert found["same"]
     assert {found["kind"] for found in run(prepared_scaler, 2, False, init=False)} == {"GradScaler"}
+
+
+def step_by_hand(spec: str | None) -> list[float]:
+    """A loop with torch's own scaler, whose first step overflows in the embedding alone; losses, norms and scales."""
+    activate(spec)
+    accelerator = Accelerator(cpu=True)
+    model = models.build("llama").train()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler, found = torch.amp.GradScaler("cpu", init_scale=1024.0), []
+    tokens = torch.randint(0, models.VOCABULARY, (4, 33), generator=torch.Generator().manual_seed(5))
+    for number in range(3):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        scaler.scale(loss).backward()
+        gradient = dict(model.named_parameters()).get("model.embed_tokens.weight", torch.empty(0)).grad
+        if number == 0 and gradient is not None and os.environ.get("RANK", "0") == "0":
+            with torch.no_grad():
+                get_stored(gradient)[0, 0] = float("inf")
+        if number > 0:
+            scaler.unscale_(optimizer)
+            found.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found += [loss.item(), scaler.get_scale()]
+    accelerator.end_training()
+    return found
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "pp=2", "tp=2,dp_shard=2"])
+def test_a_scaler_that_the_loop_makes(spec):
+    """Ranks of no overflow skip the step, too."""
+    alone = run_alone_once(step_by_hand, None)
+    assert alone[1] == 512.0
+    check_numbers(run(step_by_hand, axes(spec)["world"], spec, init=False), alone)

@@ -46,6 +46,7 @@ from hf_parallel.ranks.local import WholeWhenRead, get_local, whole_when_read
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, LocalSGD
+    from torch.amp import GradScaler
 
     from hf_parallel.apply.parallelize import ParallelState
 
@@ -62,18 +63,40 @@ class MeshGradScaler(ShardedGradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object
     ) -> dict[torch.device, torch.Tensor]:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        parts = [SimpleNamespace(grad=get_local(parameter.grad)) for parameter in parameters]
-        return super()._unscale_grads_(SimpleNamespace(param_groups=[{"params": parts}]), *args, **kwargs)  # type: ignore[arg-type]
+        return super()._unscale_grads_(_take_parts(optimizer), *args, **kwargs)  # type: ignore[arg-type]
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict:
         """Find overflows on all ranks, for fused optimizers, which unscale by themselves; torch asks one rank."""
-        found = super()._check_inf_per_device(optimizer)
-        for here in found.values():
-            carrier = here.to(self._device)
-            dist.all_reduce(carrier, group=self.process_group)
-            here.copy_(carrier)
-        return found
+        return _find_on_all_ranks(super()._check_inf_per_device(optimizer), self._device)
+
+
+@patch("torch.amp.grad_scaler:GradScaler._unscale_grads_", "takes no gradients of two meshes, and asks one rank")
+def unscale_grads(
+    original: Callable, self: GradScaler, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object
+) -> dict[torch.device, torch.Tensor]:
+    """Unscale this rank's parts, and skip a step if any rank has an overflow: of scalers that a loop makes itself."""
+    active = runtime.current()
+    if active is None or active.config.world_size == 1 or isinstance(self, ShardedGradScaler):
+        return original(self, optimizer, *args, **kwargs)
+    return _find_on_all_ranks(original(self, _take_parts(optimizer), *args, **kwargs), active.mesh.device)
+
+
+def _take_parts(optimizer: torch.optim.Optimizer) -> SimpleNamespace:
+    """Return tensors whose gradients are this rank's parts of those of an optimizer's parameters."""
+    gradients = [get_local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    parts = [gradient.detach() for gradient in gradients]
+    for part, gradient in zip(parts, gradients, strict=True):
+        part.grad = gradient
+    return SimpleNamespace(param_groups=[{"params": parts}])
+
+
+def _find_on_all_ranks(found: dict[Any, torch.Tensor], device: Any) -> dict[Any, torch.Tensor]:
+    """Add up over all ranks, in place, the numbers of overflows by device; they are sent from `device`."""
+    for here in found.values():
+        carrier = here.to(device)
+        dist.all_reduce(carrier)
+        here.copy_(carrier)
+    return found
 
 
 def scale_together(accelerator: Accelerator) -> None:
