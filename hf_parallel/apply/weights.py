@@ -214,7 +214,7 @@ def _find_packed_shapes() -> set[torch.Size]:
 
 
 def _iterate_alike(tensor: DTensor) -> Iterator[tuple[bool, StoredOrder | None]]:
-    """Yield for each parameter of this shape: is the tensor it, its data or gradient? In which order is it stored?"""
+    """Yield, for each parameter of this shape, whether the tensor is it, its data or gradient, and its row order."""
     address = get_stored(tensor).data_ptr()
     for module in (module for model in _models for module in model.modules()):
         orders = vars(module).get("stored_orders", {})
@@ -284,7 +284,7 @@ def resize_token_embeddings(
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool = True,
 ) -> nn.Module:
-    """transformers' method, for a parallel model that has no optimizer yet. Collective where the size changes.
+    """Resize a parallel model that has no optimizer yet as transformers does. Collective where the size changes.
 
     Raises:
         NotImplementedError: a model whose embedding and head are of kinds that cannot be cut again.
@@ -565,7 +565,7 @@ def _name_parameter(model: nn.Module, module: nn.Module, leaf: str) -> str:
 
 
 def _refuse_exchanged(model: nn.Module, group: FSDPParamGroup, held: FSDPParam) -> None:
-    """Refuse what a module has in the place of the parameter that FSDP2 has stored, unless that is gathered."""
+    """Refuse what a module has in place of the parameter that FSDP2 has stored, unless that is its gathered copy."""
     module, name = held._module_info.module, held._module_info.param_name
     there = module._parameters.get(name)
     if there is None and is_parametrized(module, name):

@@ -257,7 +257,7 @@ def note_gradients() -> None:
 
 
 def metrics() -> dict[str, float]:
-    """Speed, waits and memory of the steps since its last call, for `accelerator.log` (docs/monitoring.md).
+    """Return speed, waits and memory of the steps since the last call, for `accelerator.log` (docs/monitoring.md).
 
     Collective: all ranks call it. Empty where no layout is active, under `monitor=off`, and before the first step.
     """
@@ -272,7 +272,7 @@ TRAINER = "trainer"
 
 @contextlib.contextmanager
 def measure_reading(trainer: Trainer) -> Iterator[None]:
-    """A step of a Trainer begins with what is read for it in here."""
+    """Begin a step of a Trainer with what is read for it inside."""
     now = of_session(_Now)
     now.in_trainer, by = True, watch_model(trainer.model)
     if by is not None:
@@ -284,7 +284,7 @@ def measure_reading(trainer: Trainer) -> Iterator[None]:
 
 
 def count_samples(samples: list) -> None:
-    """The open step trains on these batches."""
+    """Count these batches for the open step."""
     now = of_session(_Now)
     if now.watched is not None:
         for batch in samples:
@@ -306,7 +306,7 @@ def end_monitored_step() -> None:
 
 @contextlib.contextmanager
 def measure_small_batch(inputs: Any, real_rows: int | None) -> Iterator[None]:
-    """Measure what the backward pass in here adds to the step's gradient, for the noise scale."""
+    """Measure what the backward pass inside adds to the step's gradient, for the noise scale."""
     now = of_session(_Now)
     if now.watched is None or now.watched.noise is None:
         yield
@@ -371,7 +371,7 @@ def print_log(
 
 
 def watch_loop_model(model: PreTrainedModel, folder: str) -> None:
-    """A loop has prepared this model: the first one is watched. Collective.
+    """Watch the first model that a loop prepares. Collective.
 
     Args:
         folder: OUTPUT_DIR.
@@ -446,7 +446,7 @@ _followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def follow_steps(optimizer: torch.optim.Optimizer) -> None:
-    """A loop has prepared this optimizer: its step, which no other micro-step has, ends that of the loop."""
+    """End a loop's step with that of this optimizer, which no other micro-step has."""
     if optimizer not in _followed:
         _followed.add(optimizer)
         optimizer.register_step_pre_hook(skip_inner_steps(_begin_loop_step))

@@ -315,7 +315,7 @@ def backward(original: Callable, tensors: Any, *args: object, **kwargs: object) 
 
 
 def _refuse_penalty_of_stages(losses: Iterable[torch.Tensor]) -> None:
-    """Look at the weights that a script computes its loss from beside the stages, whose own passes go uninspected."""
+    """Look at the weights from which a script computes its loss beside the stages, whose own passes go uninspected."""
     engines = [engine for one in pipelines_of(runtime.mesh()).engines if (engine := one()) is not None]
     is_within = torch._C._current_graph_task_id() != -1 or any(stage.work for one in engines for stage in one.stages)
     if not engines or is_within:

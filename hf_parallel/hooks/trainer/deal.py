@@ -114,7 +114,7 @@ class Dealing:
 
     @property
     def rest(self) -> int:
-        """Micro-steps to finish the epoch that a former run has begun; 0: there is none."""
+        """Micro-steps that finish the epoch that a former run has begun; 0 if there is none."""
         return 0 if self.batches.rest is None else len(self.batches.rest[1])
 
     def count_seen(self, micro_steps: float) -> int:

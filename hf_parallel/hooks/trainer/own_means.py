@@ -118,7 +118,7 @@ def count_targets_of_own_mean(trainer: Trainer, batch: Batch) -> torch.Tensor | 
 
 
 def fill_missing_target(batch: Batch, targets: tuple[str, bool], count: torch.Tensor) -> None:
-    """Give a batch of no target one, whose loss weighs nothing: a mean over nothing would be 0/0, and its gradient."""
+    """Give a batch without targets one whose loss weighs nothing: a mean over nothing, and its gradient, is 0/0."""
     key, _ = targets
     batch[key] = batch[key].clone()
     batch[key][0, -1] = torch.where(count == 0, not key.endswith("labels"), batch[key][0, -1])

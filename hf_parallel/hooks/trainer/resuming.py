@@ -46,7 +46,7 @@ def train(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """From the newest whole checkpoint that rank 0 sees, on every rank; after a restart by the launcher unasked."""
+    """Resume, on every rank, from rank 0's newest whole checkpoint; after a restart by the launcher unasked."""
     if getattr(self.args, "enable_jit_checkpoint", False):
         refuse("enable_jit_checkpoint=True", "ranks would stop at different steps", do="drop it, SIGTERM saves")
     mesh = runtime.mesh()
@@ -178,7 +178,7 @@ def refuse_damages(folder: str, found: list[str]) -> None:
 
 @contextlib.contextmanager
 def await_unfinished_save(trainer: Trainer) -> Iterator[None]:
-    """After an error too: a checkpoint that can still become whole does, and the error is the one to read."""
+    """Wait, also after an error, for a checkpoint that can still become whole; the error inside is raised."""
     try:
         yield
     except BaseException:
@@ -235,14 +235,14 @@ def init_training_state(
 def load_from_checkpoint(
     original: Callable, self: Trainer, resume_from_checkpoint: str, model: PreTrainedModel | None = None
 ) -> None:
-    """Each rank reads its slices of the weights."""
+    """Read this rank's slices of the weights."""
     with _read_as_of_this_model(resume_from_checkpoint):
         _load_weights_of(self.model if model is None else model, resume_from_checkpoint)
 
 
 @patch("transformers.trainer:Trainer._load_best_model", "reads whole weights")
 def load_best_model(original: Callable, self: Trainer) -> None:
-    """Each rank reads its slices of the best checkpoint."""
+    """Read this rank's slices of the best checkpoint."""
     _load_weights_of(self.model, self.state.best_model_checkpoint)
 
 
@@ -269,7 +269,7 @@ def _load_weights_of(model: PreTrainedModel, folder: str) -> None:
 
 
 def _say_useless(folder: str, useless: list[set[str]]) -> None:
-    """Name the tensors for which no stage has a use."""
+    """Name the tensors that no stage uses."""
     names = sorted(set.intersection(*useless))
     if names:
         report.say(f"{folder} holds {len(names)} weights that this model does not have, {names[0]} first: left out")
@@ -277,7 +277,7 @@ def _say_useless(folder: str, useless: list[set[str]]) -> None:
 
 @patch("transformers.trainer:Trainer._load_optimizer_and_scheduler", "optimizer state is sharded")
 def load_optimizer(original: Callable, self: Trainer, checkpoint: str | None) -> None:
-    """Each rank reads its slices of the optimizer's state, by name; all read the schedule."""
+    """Read this rank's slices of the optimizer's state, by name, and the schedule."""
     if checkpoint is None or not folders.has_optimizer(checkpoint):
         return
     with _read_as_of_this_model(checkpoint):
@@ -294,7 +294,7 @@ def load_optimizer(original: Callable, self: Trainer, checkpoint: str | None) ->
 
 
 def load_schedule(trainer: Trainer, checkpoint: str) -> None:
-    """Its numbers per group come from the optimizer's groups, which a layout may cut in another way."""
+    """Load the schedule, with numbers per group from the optimizer, whose groups a layout may cut in another way."""
     state = torch.load(os.path.join(checkpoint, "scheduler.pt"), weights_only=True)
     own, groups = trainer.lr_scheduler.state_dict(), get_inner_optimizer(trainer.optimizer).param_groups
     for key, value in own.items():
@@ -310,7 +310,7 @@ def load_schedule(trainer: Trainer, checkpoint: str) -> None:
 
 @patch("transformers.trainer:Trainer._load_rng_state", "looks for a file per data rank")
 def load_rng_state(original: Callable, self: Trainer, checkpoint: str | None) -> None:
-    """Under the same layout each rank's own; under another one that of a rank that read the same share of the data."""
+    """Load this rank's random states; under another layout those of a rank that read the same share of the data."""
     if checkpoint is None:
         return
     names = (f"rng_state_{choose_rng_rank(read_layout_of(checkpoint))}.pth", "rng_state.pth")
@@ -331,7 +331,7 @@ def load_rng_state(original: Callable, self: Trainer, checkpoint: str | None) ->
 
 
 def choose_rng_rank(layout: Layout) -> int:
-    """Whose random states this rank goes on with; `layout` is empty for those of plain Trainer or accelerate."""
+    """Choose the rank whose random states this rank takes; `layout` is empty for plain Trainer and accelerate."""
     mesh = runtime.mesh()
     if not layout:
         return mesh.data_rank
