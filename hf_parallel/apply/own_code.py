@@ -107,7 +107,7 @@ def prove_own_code(model: PreTrainedModel, mesh: ParallelMesh, apply: Apply) -> 
 
         def find_difference_in(axes: Iterable[str], **settings: Any) -> str | None:
             layout = _choose_layout(mesh, axes, settings)
-            return _compare(_copy_computed(plain), batch, expected, layout, apply)
+            return _compare(_copy_module(plain), batch, expected, layout, apply)
 
         found = find_difference_in(axes) if axes else None
         if found is None:
@@ -221,8 +221,8 @@ def _make_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     is_large = sum(parameter.numel() for parameter in model.parameters()) > LARGEST
     for stack in find_stacks(model) if is_large else ():
         kinds = {tuple(type(module) for module in layer.modules()): layer for layer in reversed(stack.layers)}
-        memo[id(stack.layers)] = nn.ModuleList(_copy_computed(layer, memo) for layer in reversed(kinds.values()))
-    short = _copy_computed(model, memo)
+        memo[id(stack.layers)] = nn.ModuleList(_copy_module(layer, memo) for layer in reversed(kinds.values()))
+    short = _copy_module(model, memo)
     for stack in find_stacks(short) if is_large else ():
         short.config.get_text_config().num_hidden_layers = len(stack.layers)
     for module in short.modules():
@@ -249,11 +249,14 @@ def _make_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     return short
 
 
-def _copy_computed(module: Any, memo: dict[int, Any] | None = None) -> Any:
-    """Copy a module with tensors that were computed, such as weights that are pruned, which torch does not copy."""
+def _copy_module(module: Any, memo: dict[int, Any] | None = None) -> Any:
+    """Copy a module with all its tensors: torch refuses those that were computed, such as weights that are pruned."""
     memo = {} if memo is None else memo
     for one in module.modules():
-        memo |= {id(held): held.detach() for held in vars(one).values() if torch.is_tensor(held) and held.grad_fn}
+        for held in (*vars(one).values(), *one._parameters.values(), *one._buffers.values()):
+            if torch.is_tensor(held) and id(held) not in memo:
+                own = held.detach().clone()
+                memo[id(held)] = nn.Parameter(own, held.requires_grad) if isinstance(held, nn.Parameter) else own
     return copy.deepcopy(module, memo)
 
 
@@ -276,15 +279,15 @@ def _run_alone(model: PreTrainedModel, mesh: ParallelMesh) -> tuple[dict[str, to
     batches = ({**every, "labels": tokens}, {**every, "labels": tokens[:, 0] % 2}, every, {"input_ids": tokens})
     batch, numbers, run = batches[0], Numbers({}, {}), model
     for batch in batches:
-        run = _copy_computed(model)
+        run = _copy_module(model)
         numbers = _train_on(run, batch)
         if numbers.error is None:
             break
     held = dict(model.named_buffers())
     changed = (name for name, buffer in run.named_buffers() if name not in held or not torch.equal(buffer, held[name]))
-    if numbers.error is None and _find_difference(_train_on(_copy_computed(model), batch), numbers) is not None:
+    if numbers.error is None and _find_difference(_train_on(_copy_module(model), batch), numbers) is not None:
         model.eval()
-        numbers = _train_on(_copy_computed(model), batch)
+        numbers = _train_on(_copy_module(model), batch)
     return batch, numbers, next(changed, None)
 
 
@@ -320,7 +323,10 @@ def _trying(device: torch.device) -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
     trial.runs = True
     try:
-        with torch.device(device), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        default = torch.get_default_device()
+        # A model is loaded on the meta device, where layers of a script would make their masks, too.
+        place = torch.device("cpu") if default.type == "meta" else contextlib.nullcontext()
+        with place, torch.enable_grad(), torch.autocast(device.type, enabled=False):
             yield
     finally:
         trial.runs = False

@@ -189,7 +189,9 @@ class Copy:
         self.arrived: torch.Event | None = None
         self.leaving: torch.Tensor | None = None  # kept until the copy is done
         self.version, self.is_torn = tensor._version, False
-        self.row = row.clone() if stream is None else torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
+        self.row = (
+            row.clone() if stream is None else torch.empty(row.shape, dtype=row.dtype, device="cpu", pin_memory=True)
+        )
         if host.on_copy is not None:
             host.on_copy(self.row)
         if stream is not None:

@@ -96,7 +96,9 @@ class Saving:
             parts = {
                 name: part.clone()
                 if part.device.type == "cpu"
-                else torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
+                else torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=True).copy_(
+                    part, non_blocking=True
+                )
                 for name, part in parts.items()
             }
             if self.mesh.device.type != "cpu":

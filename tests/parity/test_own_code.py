@@ -151,7 +151,7 @@ def train(spec, kind):
     """Losses of three steps, and norms of the weights after them."""
     model = change(models.build("llama", **ODD), kind).train()
     model = hf_parallel.parallelize(model, spec) if spec else model
-    found = losses(model, [rows(3, 33)] * 3, rate=0.5)
+    found = losses(model, [rows(3, 33).to(model.device)] * 3, rate=0.5)
     return found + [float(tensor.double().norm()) for tensor in hf_parallel.full_state_dict(model).values()]
 
 
@@ -210,7 +210,7 @@ def _step_on_own_rows(over_ranks, ranks):
     model = change(models.build("llama", **ODD), "means").train()
     MeanMLP.over_ranks = over_ranks
     model = hf_parallel.parallelize(model, f"dp_shard={ranks}")
-    own = rows(4, 33).chunk(ranks)[dist.get_rank()]
+    own = rows(4, 33).chunk(ranks)[dist.get_rank()].to(model.device)
     loss = model(input_ids=own, labels=own).loss
     loss.backward()
     dist.all_reduce(loss)
@@ -252,7 +252,7 @@ def _load_and_train(spec, folder, most):
     activate(spec)
     own_code.LARGEST = most
     model = Adapted.from_pretrained(folder).train()
-    return losses(model, [rows(3, 33)] * 2, rate=0.5)
+    return losses(model, [rows(3, 33).to(model.device)] * 2, rate=0.5)
 
 
 @pytest.mark.parametrize("most", [own_code.LARGEST, 1000])
@@ -296,7 +296,7 @@ def _count_hooks(spec):
     model.model.layers[1].register_forward_hook(lambda module, args, output: seen.append(output.shape))
     model = hf_parallel.parallelize(model, spec)
     before = len(seen)
-    model(input_ids=rows(3, 33))
+    model(input_ids=rows(3, 33).to(model.device))
     return before, len(seen)
 
 

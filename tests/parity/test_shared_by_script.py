@@ -42,7 +42,7 @@ def train(spec, kind):
     """The losses of a few steps, and the norm of each weight after them, by all its names."""
     model = share(models.build("llama", num_hidden_layers=7), kind).train()
     model = hf_parallel.parallelize(model, spec) if spec else model
-    found = losses(model, [rows(3, 33)] * STEPS, rate=0.5)
+    found = losses(model, [rows(3, 33).to(model.device)] * STEPS, rate=0.5)
     state = hf_parallel.full_state_dict(model)
     return found, {name: float(tensor.double().norm()) for name, tensor in state.items()}
 

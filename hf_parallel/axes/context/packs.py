@@ -182,5 +182,9 @@ def _place_parts(parts: list[tuple[int, int]], device: torch.device) -> tuple[Pl
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a table of the host on the device, without waiting: CUDA copies pinned memory in its stream's order."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    """Return a table on the device, without waiting: CUDA copies pinned memory in its stream's order.
+
+    A table is on the host, unless the script has set a default device.
+    """
+    pins = device.type == "cuda" and tensor.device.type == "cpu"
+    return (tensor.pin_memory() if pins else tensor).to(device, non_blocking=True)

@@ -215,7 +215,7 @@ def _iterate_host_copies(chunks: list[list[torch.Tensor]]) -> Iterator[dict[torc
 
 
 def _begin_copy(tensor: torch.Tensor) -> torch.Tensor:
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return pinned.copy_(tensor.detach(), non_blocking=True)
 
 
