@@ -139,6 +139,7 @@ PLAYERS = (
     ("range(50)", "range(1)"),
     ("EPOCHS = 5000", "EPOCHS = 1"),
 )
+FILLING = '["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"]'
 QUIET = "dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0"
 HOURLY = (
     ("~/data/ECL.csv", "ROOT/hourly.csv"),
@@ -317,5 +318,24 @@ NOTEBOOKS = {
         ('batch["input"]', 'batch["document"]'),
         ('batch["target"]', 'batch["summary"]'),
         ("lora_dropout=0.05", "lora_dropout=0.0"),
+    ),
+    "notebook fine_tuning_code_llm_on_single_gpu": notebook(
+        f"{COOKBOOK}/fine_tuning_code_llm_on_single_gpu.ipynb",
+        ("bigcode/starcoderbase-1b", "ROOT/filling"),
+        ('DATASET,\n    data_dir="data"', '"json", data_files="ROOT/texts/odd.jsonl"'),
+        ('DATA_COLUMN="content"', 'DATA_COLUMN="text"'),
+        ("4000", "11"),
+        ("SEQ_LENGTH=2048", "SEQ_LENGTH=33"),
+        ("GR_ACC_STEPS=1", "GR_ACC_STEPS=2"),
+        ('tokenizer.special_tokens_map["additional_special_tokens"][1:5]', FILLING),
+        ("c_proj,c_attn,q_attn,c_fc,c_proj", "q_proj,down_proj"),
+        (
+            "        load_in_8bit=load_in_8bit,\n        quantization_config=bnb_config,\n        device_map=device_map,\n",
+            "",
+        ),
+        ("        use_flash_attention_2=True,\n", ""),
+        ("prepare_model_for_kbit_training(model)", "(model.enable_input_require_grads(), model)[1]"),
+        ("evaluation_strategy", "eval_strategy"),
+        ("    include_tokens_per_second=True,\n", ""),
     ),
 }
