@@ -29,3 +29,10 @@ GLINER = {
     "GLiNER, tokens": with_settings('--config {"span_mode":"token_level"}'),
     "GLiNER, no rnn": with_settings('--config {"num_rnn_layers":0}'),
 }
+EXTRACTORS = str(Path(__file__).parent / "scripts" / "extractors.py")
+#: Its loader knows no processes: all read batches of 8.
+ALL = "--folder ROOT/bert --data_file ROOT/spans.jsonl --output_dir OUT --batch_size 8"
+GLINER |= {
+    f"GLiNER2{more}": Case(EXTRACTORS, f"{ALL} {words}", needs=("gliner2",))
+    for more, words in {"": "", ", LoRA": "--lora"}.items()
+}

@@ -139,6 +139,13 @@ PLAYERS = (
     ("range(50)", "range(1)"),
     ("EPOCHS = 5000", "EPOCHS = 1"),
 )
+SMOL = "smol-course/v1/2_preference_alignment/notebooks"
+#: Questions of a data set of mathematics, with its columns.
+ASKED = (
+    f"train_dataset = {load_part('preferences/train.jsonl')}.rename_columns("
+    "{'prompt': 'problem', 'chosen': 'solution'}).add_column('messages', [''] * 22); test_dataset = train_dataset"
+)
+FILLING = '["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"]'
 QUIET = "dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0"
 HOURLY = (
     ("~/data/ECL.csv", "ROOT/hourly.csv"),
@@ -317,5 +324,54 @@ NOTEBOOKS = {
         ('batch["input"]', 'batch["document"]'),
         ('batch["target"]', 'batch["summary"]'),
         ("lora_dropout=0.05", "lora_dropout=0.0"),
+    ),
+    "notebook fine_tuning_code_llm_on_single_gpu": notebook(
+        f"{COOKBOOK}/fine_tuning_code_llm_on_single_gpu.ipynb",
+        ("bigcode/starcoderbase-1b", "ROOT/filling"),
+        ('DATASET,\n    data_dir="data"', '"json", data_files="ROOT/texts/odd.jsonl"'),
+        ('DATA_COLUMN="content"', 'DATA_COLUMN="text"'),
+        ("4000", "11"),
+        ("SEQ_LENGTH=2048", "SEQ_LENGTH=33"),
+        ("GR_ACC_STEPS=1", "GR_ACC_STEPS=2"),
+        ('tokenizer.special_tokens_map["additional_special_tokens"][1:5]', FILLING),
+        ("c_proj,c_attn,q_attn,c_fc,c_proj", "q_proj,down_proj"),
+        (
+            "load_in_8bit=load_in_8bit,\n        quantization_config=bnb_config,\n        device_map=device_map,",
+            "",
+        ),
+        ("        use_flash_attention_2=True,\n", ""),
+        ("prepare_model_for_kbit_training(model)", "(model.enable_input_require_grads(), model)[1]"),
+        ("evaluation_strategy", "eval_strategy"),
+        ("    include_tokens_per_second=True,\n", ""),
+    ),
+    **{
+        f"smol-course {name}": notebook(
+            f"{SMOL}/{name}_finetuning_example.ipynb",
+            ("HuggingFaceTB/SmolLM2-135M-Instruct", "ROOT/llama"),
+            ("HuggingFaceTB/SmolLM2-135M", "ROOT/llama"),
+            ('path="trl-lib/ultrafeedback_binarized"', "'ROOT/preferences'"),
+            (", setup_chat_format", ""),
+            ("model, tokenizer = setup_chat_format(model, tokenizer)", ""),
+            ("    max_prompt_length=512,\n", ""),
+            ("    max_prompt_length=1024,\n", ""),
+            ('    use_mps_device=device == "mps",\n', ""),
+            ("evaluation_strategy", "eval_strategy"),
+            ("from trl import ORPOC", "from trl.experimental.orpo import ORPOC"),
+        )
+        for name in ("dpo", "orpo")
+    },
+    "notebook fine_tuning_llm_grpo_trl": notebook(
+        f"{COOKBOOK}/fine_tuning_llm_grpo_trl.ipynb",
+        ("Qwen/Qwen2-0.5B-Instruct", "ROOT/chatty"),
+        ("train_dataset, test_dataset = load_dataset(dataset_id, split=['train[:5%]', 'test[:5%]'])", ASKED),
+        ("from math_verify import LatexExtractionConfig, parse, verify\n", ""),
+        ("gold_parsed = parse(solution, ", "gold_parsed = dict(text=solution, "),
+        ("answer_parsed = parse(content, ", "answer_parsed = dict(text=content, "),
+        ("extraction_config=[LatexExtractionConfig()]", ""),
+        ("float(verify(answer_parsed, gold_parsed))", "len(set(content) & set(solution)) / 9"),
+        ("lora_dropout=0.1", "lora_dropout=0.0"),
+        ("gradient_accumulation_steps=16", "gradient_accumulation_steps=1, top_k=1"),
+        ("max_completion_length=64", "max_completion_length=7"),
+        ("SYSTEM_PROMPT},", "'Think.'},"),
     ),
 }
