@@ -15,6 +15,7 @@ pytest.importorskip("peft")
 
 import hf_parallel
 from hf_parallel.ask.config import SpecError
+from hf_parallel.axes.data.units import WHOLE
 from hf_parallel.hooks.peft.before import _OF_WHOLE_SEQUENCES, _WHOLE_KINDS, is_kept_whole
 from tests import models
 from tests.counting import CountCollectives
@@ -220,6 +221,36 @@ def loaded(spec, out, folder, adapter, trains):
         again = model(input_ids=tokens).logits
     model.save_pretrained(out)
     return on, off, again
+
+
+def deleted(spec, out, kind, folder):
+    """Train the first adapter once the second one, which was active, is deleted, and then a third one."""
+    from peft import get_peft_model
+
+    data_ranks = activate(spec)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(models.SEED)
+    model = get_peft_model(model, config_of(kind))
+    model.add_adapter("second", config_of(kind))
+    model.set_adapter("second")
+    model(**pad([data("llama", 1, 11)[0]])).loss.backward()
+    model.delete_adapter("second")
+    model.add_adapter("third", config_of(kind))
+    model.set_adapter("third")
+    model.zero_grad()
+    rows = data("llama", 44, 11, uneven_lengths=True)
+    settings = {"gradient_accumulation_steps": 2, "learning_rate": 1e-2, "label_names": ["labels"]}
+    trainer, recorder = trainer_of(model, out, data_ranks, settings, train_dataset=rows, data_collator=pad)
+    outcome = fit(trainer, recorder, f"{out}/saved")
+    kept = vars(model.get_base_model()._hf_parallel.root)[WHOLE] if spec else ()
+    outcome.more = [len([p for p in kept if not any(p is held for held in model.parameters())])]
+    return outcome
+
+
+@pytest.mark.parametrize("kind", ["IA3", "LOHA", "tokens"])
+def test_a_deleted_adapter(runs, kind):
+    ranks = runs.compare(deleted, "dp_shard=2", kind, runs.initial("llama", num_hidden_layers=3))
+    assert [rank.more for rank in ranks] == [[0], [0]]
 
 
 @pytest.mark.parametrize("kind", ["LOHA", "OSF", "PREFIX_TUNING", "TRAINABLE_TOKENS"])
