@@ -244,7 +244,8 @@ def deleted(spec, out, kind, folder):
     trainer, recorder = trainer_of(model, out, data_ranks, settings, train_dataset=rows, data_collator=pad)
     outcome = fit(trainer, recorder, f"{out}/saved")
     kept = vars(model.get_base_model()._hf_parallel.root)[WHOLE] if spec else ()
-    outcome.more = len([p for p in kept if any(p is one for one in held) and not any(p is q for q in model.parameters())])
+    there = set(map(id, model.parameters()))
+    outcome.more = len([p for p in kept if id(p) in set(map(id, held)) - there])
     return outcome
 
 
