@@ -22,7 +22,7 @@ from tests.counting import CountCollectives
 from tests.distributed import run
 from tests.resuming import STEPS, STOP, log_differences, trained
 from tests.rows import data, pad
-from tests.training import Tolerance, activate, fit, none, trainer_of, weight_differences
+from tests.training import Tolerance, activate, check_alone, fit, none, trainer_of, weight_differences
 
 TARGETS = {"target_modules": ["q_proj", "o_proj", "down_proj"]}
 #: Methods that put prompts before the tokens or adapt whole attention modules: PEFT merges none of them.
@@ -253,6 +253,29 @@ def deleted(spec, out, kind, folder):
 def test_a_deleted_adapter(runs, kind):
     ranks = runs.compare(deleted, "dp_shard=2", kind, runs.initial("llama", num_hidden_layers=3))
     assert [rank.more for rank in ranks] == [0, 0]
+
+
+def mixed(spec, folder):
+    """Logits of examples with an adapter each, or none."""
+    from peft import get_peft_model
+
+    activate(spec)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(models.SEED)
+    model = get_peft_model(model, config_of("tokens"))
+    model.add_adapter("second", config_of("tokens"))
+    for name, parameter in model.named_parameters():
+        if "default" in name or "second" in name:
+            parameter.data.add_(0.1 if "second" in name else 0.3)
+    model.eval()
+    with torch.no_grad():
+        tokens = torch.arange(45).view(3, 15)
+        logits = model(input_ids=tokens, adapter_names=["default", "second", "__base__"]).logits
+    return logits.double().norm(dim=-1).flatten().tolist()
+
+
+def test_an_adapter_for_each_example(runs):
+    check_alone(mixed, "dp_shard=2", runs.initial("llama", num_hidden_layers=3), init=False)
 
 
 @pytest.mark.parametrize("kind", ["LOHA", "OSF", "PREFIX_TUNING", "TRAINABLE_TOKENS"])
