@@ -3,7 +3,14 @@
 import pytest
 import torch
 import transformers.integrations.peft as integration
-from peft import IA3Config, LoHaConfig, LoraConfig, get_peft_model
+from peft import (
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+    inject_adapter_in_model,
+)
 from transformers import AutoModelForCausalLM
 
 from tests.adapters import ATTENTION, MLP, SPECS
@@ -45,6 +52,26 @@ def logits(model: torch.nn.Module) -> list[float]:
 def test_as_in_one_process(runs, spec):
     ranks, reference = runs.compare(train, spec, runs.initial("odd")), runs.alone(train, runs.initial("odd"))
     check_numbers([rank.more for rank in ranks], reference.more)
+
+
+def injected(spec: str | None, out: str, folder: str) -> Outcome:
+    """The same by PEFT's own function, and without a file: the norms of the adapters it gives."""
+    data_ranks = activate(spec)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(7)
+    model = inject_adapter_in_model(LoraConfig(target_modules=[*ATTENTION, *MLP], **CONFIG), model)
+    sets = {"train_dataset": data("odd", 19, 11), "eval_dataset": data("odd", 5, 12)}
+    outcome = fit(*trainer_of(model, out, data_ranks, **sets))
+    saved = get_peft_model_state_dict(model)
+    outcome.more = logits(model) + [saved[key].double().norm().item() for key in sorted(saved)]
+    return outcome
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "pp=2", "cp=2"])
+def test_injected_as_in_one_process(runs, spec):
+    initial = runs.initial("odd")
+    ranks = runs.compare(injected, spec, initial)
+    check_numbers([rank.more for rank in ranks], runs.alone(injected, initial).more)
 
 
 #: Of these, data ranks keep the adapters whole.

@@ -15,13 +15,14 @@ pytest.importorskip("peft")
 
 import hf_parallel
 from hf_parallel.ask.config import SpecError
+from hf_parallel.axes.data.units import WHOLE
 from hf_parallel.hooks.peft.before import _OF_WHOLE_SEQUENCES, _WHOLE_KINDS, is_kept_whole
 from tests import models
 from tests.counting import CountCollectives
 from tests.distributed import run
 from tests.resuming import STEPS, STOP, log_differences, trained
 from tests.rows import data, pad
-from tests.training import Tolerance, activate, fit, none, trainer_of, weight_differences
+from tests.training import Tolerance, activate, check_alone, fit, none, trainer_of, weight_differences
 
 TARGETS = {"target_modules": ["q_proj", "o_proj", "down_proj"]}
 #: Methods that put prompts before the tokens or adapt whole attention modules: PEFT merges none of them.
@@ -220,6 +221,61 @@ def loaded(spec, out, folder, adapter, trains):
         again = model(input_ids=tokens).logits
     model.save_pretrained(out)
     return on, off, again
+
+
+def deleted(spec, out, kind, folder):
+    """Train the first adapter once the second one, which was active, is deleted, and then a third one."""
+    from peft import get_peft_model
+
+    data_ranks = activate(spec)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(models.SEED)
+    model = get_peft_model(model, config_of(kind))
+    model.add_adapter("second", config_of(kind))
+    model.set_adapter("second")
+    model(**pad([data("llama", 1, 11)[0]])).loss.backward()
+    held = list(model.parameters())  # as an optimizer of before does
+    model.delete_adapter("second")
+    model.add_adapter("third", config_of(kind))
+    model.set_adapter("third")
+    model.zero_grad()
+    rows = data("llama", 44, 11, uneven_lengths=True)
+    settings = {"gradient_accumulation_steps": 2, "learning_rate": 1e-2, "label_names": ["labels"]}
+    trainer, recorder = trainer_of(model, out, data_ranks, settings, train_dataset=rows, data_collator=pad)
+    outcome = fit(trainer, recorder, f"{out}/saved")
+    kept = vars(model.get_base_model()._hf_parallel.root)[WHOLE] if spec else ()
+    there = set(map(id, model.parameters()))
+    outcome.more = len([p for p in kept if id(p) in set(map(id, held)) - there])
+    return outcome
+
+
+@pytest.mark.parametrize("kind", ["IA3", "LOHA", "tokens"])
+def test_a_deleted_adapter(runs, kind):
+    ranks = runs.compare(deleted, "dp_shard=2", kind, runs.initial("llama", num_hidden_layers=3))
+    assert [rank.more for rank in ranks] == [0, 0]
+
+
+def mixed(spec, folder):
+    """Logits of examples with an adapter each, or none."""
+    from peft import get_peft_model
+
+    activate(spec)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(models.SEED)
+    model = get_peft_model(model, config_of("tokens"))
+    model.add_adapter("second", config_of("tokens"))
+    for name, parameter in model.named_parameters():
+        if "default" in name or "second" in name:
+            parameter.data.add_(0.1 if "second" in name else 0.3)
+    model.eval()
+    with torch.no_grad():
+        tokens = torch.arange(45).view(3, 15)
+        logits = model(input_ids=tokens, adapter_names=["default", "second", "__base__"]).logits
+    return logits.double().norm(dim=-1).flatten().tolist()
+
+
+def test_an_adapter_for_each_example(runs):
+    check_alone(mixed, "dp_shard=2", runs.initial("llama", num_hidden_layers=3), init=False)
 
 
 @pytest.mark.parametrize("kind", ["LOHA", "OSF", "PREFIX_TUNING", "TRAINABLE_TOKENS"])

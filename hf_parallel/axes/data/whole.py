@@ -27,6 +27,14 @@ def keep_whole(root: nn.Module, mesh: ParallelMesh, tensors: Iterable[torch.Tens
     vars(root)[WHOLE].add(tensors)
 
 
+def forget_whole(root: nn.Module, former: Iterable[nn.Parameter], now: Iterable[nn.Parameter]) -> None:
+    """Average no longer what a model had and has not now: ranks would collect it as garbage at times of their own."""
+    kept = set(now)
+    for parameter in former:
+        if parameter not in kept:
+            vars(root)[WHOLE].forget(parameter)
+
+
 class WholeParameters:
     """The parameters of a model that every data rank keeps whole."""
 
@@ -56,6 +64,10 @@ class WholeParameters:
                 parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._note)
                 parameter.requires_grad_(trains)
         send_from_first(new, self._groups, self._device)
+
+    def forget(self, parameter: nn.Parameter) -> None:
+        """Average the gradients of a parameter no longer, if it was kept here."""
+        self._parameters.pop(parameter, None)
 
     def _note(self, parameter: torch.Tensor) -> None:
         this_pass = torch._C._current_graph_task_id()

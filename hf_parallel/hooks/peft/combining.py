@@ -14,6 +14,7 @@ from hf_parallel.apply.weights import full_tensor
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.data.parameters import remove_late_parameters
 from hf_parallel.axes.data.units import iterate_sharded_modules
+from hf_parallel.axes.data.whole import forget_whole
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.hooks.peft.placing import AdapterState, hold_whole_adapter, place_in_base
@@ -96,25 +97,26 @@ def _send_factors(layer: LoraLayer, adapter: str, device: torch.device) -> None:
 
 @patch("peft.tuners.tuners_utils:BaseTuner.delete_adapter", "leaves what is deleted to FSDP2")
 def delete_adapter(original: Callable, self: BaseTuner, *args: object, **kwargs: object) -> object:
-    """Delete an adapter, and let FSDP2 forget its parameters.
+    """Delete an adapter, and let FSDP2 and the data ranks forget its parameters.
 
     Raises:
-        NotImplementedError: data ranks keep the adapters whole, or it has copies of modules beside it.
+        NotImplementedError: LoRA that has copies of modules beside it.
     """
     state = runtime.find_parallel_state(self.model)
     if state is None:
         return original(self, *args, **kwargs)
-    name = bind_by_name(original, (self, *args), kwargs)["adapter_name"]
-    copies = getattr(self.peft_config.get(name), "modules_to_save", None)
-    if has_whole_adapters(state) or copies:
+    name, whole = bind_by_name(original, (self, *args), kwargs)["adapter_name"], has_whole_adapters(state)
+    if getattr(self.peft_config.get(name), "modules_to_save", None) and not whole:
         raise NotImplementedError(
             f"hf_parallel: delete_adapter({name!r}) on a parallel model is not part of this version for "
-            f"{'modules_to_save' if copies else 'methods other than LoRA'}; save the adapters, then delete it in one "
-            "process"
+            "modules_to_save; save the adapters, then delete it in one process"
         )
     for module in iterate_sharded_modules(state.root):
         module.reshard()
+    former = list(self.model.parameters())
     result = original(self, *args, **kwargs)
+    if whole:
+        forget_whole(state.root, former, self.model.parameters())
     if state.pipeline is not None:
         state.pipeline.services.adapters = AdapterState(self.model)
     if state.mesh.config.sharing_size > 1:

@@ -137,12 +137,17 @@ def list_own_tensors(model: nn.Module) -> list[torch.Tensor]:
 def keep_adapters_whole(model: nn.Module, state: ParallelState, former: list[torch.Tensor]) -> None:
     """Keep whole what has come into a model since it had the tensors `former`. Collective."""
     from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import ModulesToSaveWrapper
+    from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
-    for layer in (module for module in model.modules() if isinstance(module, BaseTunerLayer)):
+    around = {module: module for module in model.modules() if isinstance(module, BaseTunerLayer)}
+    # Examples with an adapter each do not call the layer inside.
+    around |= {
+        wrapper.token_adapter: wrapper for wrapper in model.modules() if isinstance(wrapper, TrainableTokensWrapper)
+    }
+    for layer, called in around.items():
         unit = layer.get_base_layer()
         if isinstance(unit, FSDPModule):
-            gather_around(unit, layer)
+            gather_around(unit, called)
     for wrapper in (module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)):
         for copy in wrapper.modules_to_save.values():
             for part in copy.modules():
