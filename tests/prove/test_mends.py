@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_parallel.apply import mixed
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.axes.axis import PipelineServices
 from hf_parallel.axes.context import axis as context
@@ -49,6 +50,11 @@ class Mend:
 def setting(owner: object, name: str, value: object) -> Callable[[], None]:
     """Take a mend out by putting something in its place."""
     return lambda: setattr(owner, name, value)
+
+
+def sums_own_parts() -> None:
+    for module in (own_loops, mixed):
+        module.reduce_to_whole_number = lambda tensor: tensor.to_local()
 
 
 def reduces_over_the_world() -> None:
@@ -145,7 +151,7 @@ MENDS = [
         "sums_of_weights",
         "sums",
         "tp=2",
-        setting(own_loops, "reduce_to_whole_number", lambda tensor: tensor.to_local()),
+        sums_own_parts,
     ),
     Mend("a_module_of_another_stage", "embedding", "pp=2", embeds_nothing),
     Mend("sums_of_ctc_over_data_ranks", "ctc", "dp_shard=2", setting(means, "SUMMED", frozenset())),
