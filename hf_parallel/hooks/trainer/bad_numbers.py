@@ -88,7 +88,7 @@ def remember_counts(trainer: Trainer) -> Callable[[], None]:
     named = {name: value for name, value in vars(trainer).items() if torch.is_tensor(value)}
     modules = [one for one in vars(trainer).values() if isinstance(one, nn.Module) and one is not trainer.model]
     held = (*named.values(), *(buffer for one in modules for buffer in one.buffers()))
-    # A loss writes to no parameter. To compare one that is cut over ranks would be a collective.
+    # A loss writes to no parameter, nor to a part of one.
     tensors = [one for one in held if not one.requires_grad and not isinstance(one, DTensor)]
     values = [tensor.detach().clone() for tensor in tensors]
     counters = {name: value for name, value in vars(trainer).items() if _is_collection(value)}
@@ -98,8 +98,7 @@ def remember_counts(trainer: Trainer) -> Callable[[], None]:
     def restore() -> None:
         vars(trainer).update(named)
         for tensor, value in zip(tensors, values, strict=True):
-            if not torch.equal(tensor, value):  # a backward pass may need one that nobody has changed
-                tensor.copy_(value)
+            tensor.data.copy_(value)  # unseen by autograd: a backward pass may need one that nobody has changed
         for name, value in list(vars(trainer).items()):
             if name not in known and (torch.is_tensor(value) or _is_collection(value)):
                 delattr(trainer, name)
