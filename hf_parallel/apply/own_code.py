@@ -13,7 +13,7 @@ import contextlib
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -53,7 +53,7 @@ TOLERANCE = 1e-3
 NOISE = 1e-6
 ROWS, SEED = 3, 11
 #: Axes that change what a forward computes from.
-AXES = ("tp", "cp", "ep")
+SPLITTING = ("tp", "cp", "ep")
 
 
 class _Trial:
@@ -82,6 +82,8 @@ class Numbers:
 def prove_own_code(model: PreTrainedModel, mesh: ParallelMesh, apply: Apply) -> None:
     """Try a model with layers of the script's own in this layout. Collective over all ranks.
 
+    Where a head takes more than tokens, the layers below it are tried: it reads whole outputs of theirs.
+
     Args:
         model: with weights or on the meta device; not changed.
         apply: makes a model parallel by a plan.
@@ -89,16 +91,18 @@ def prove_own_code(model: PreTrainedModel, mesh: ParallelMesh, apply: Apply) -> 
     Raises:
         SpecError: it trains with other numbers than in one process, or cannot be tried.
     """
-    axes = [axis for axis in AXES if mesh.size(axis) > 1]
+    axes = [axis for axis in SPLITTING if mesh.size(axis) > 1]
     own = find_own_code(model) if axes or mesh.size("pp") > 1 else {}
     if not own:
-        return
+        return None
     what = ", ".join(_name_each_class(own))
     with mesh.fork_random_state(), _trying(mesh.device):
         plain = _make_copy(model, mesh.device)
         batch, expected, changed = _run_alone(plain, mesh)
+        base = getattr(model, "base_model", model)
+        if expected.error is not None and (base is not model or not axes):
+            return None if base is model else prove_own_code(base, mesh, apply)
         if expected.error is not None:
-            axes = axes or ["pp"]
             why = f"{what} is no layer of a library, and cannot be tried ({get_first_line(expected.error)})"
             refuse(_say_sizes(mesh, axes), why, _say_ones(axes), cause=expected.error)
         if changed is not None and mesh.size("pp") > 1:
@@ -111,7 +115,7 @@ def prove_own_code(model: PreTrainedModel, mesh: ParallelMesh, apply: Apply) -> 
 
         found = find_difference_in(axes) if axes else None
         if found is None:
-            return
+            return None
         cuts_tokens = "tp" in axes and mesh.config.sequence_parallel is not False
         if cuts_tokens and find_difference_in(axes, sequence_parallel=False) is None:
             why = f"{what} computes other numbers from a part of the tokens: {found}"
@@ -138,9 +142,7 @@ def refuse_changed_code(model: PreTrainedModel, mesh: ParallelMesh) -> None:
         for name, own in late.items():
             if id(model.get_submodule(name)) in readers:
                 why = f"{own} ({name}) has come into the model after it was split, and cannot be tried"
-                refuse(
-                    _say_sizes(mesh, axes), why, do=f"change the class before the model is made, or {_say_ones(axes)}"
-                )
+                refuse(_say_sizes(mesh, axes), why, do=f"change it before the model is made, or {_say_ones(axes)}")
 
     handle = model.register_forward_pre_hook(look, prepend=True)
 
@@ -252,7 +254,8 @@ def _make_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
 def _copy_module(module: Any, memo: dict[int, Any] | None = None) -> Any:
     """Copy a module with all its tensors: torch refuses those that were computed, such as weights that are pruned."""
     memo = {} if memo is None else memo
-    for one in module.modules():
+    copied = {inner for one in module.modules() if id(one) in memo for inner in one.modules()}
+    for one in (one for one in module.modules() if one not in copied):
         for held in (*vars(one).values(), *one._parameters.values(), *one._buffers.values()):
             if torch.is_tensor(held) and id(held) not in memo:
                 own = held.detach().clone()
@@ -295,13 +298,14 @@ def _train_on(model: nn.Module, batch: dict[str, torch.Tensor]) -> Numbers:
     """Run the forward and backward pass of one batch. Collective over the ranks of a parallel model."""
     try:
         given: Any = model(**batch)
+        if not isinstance(given, Mapping):
+            given = {str(place): one for place, one in enumerate([given] if torch.is_tensor(given) else given)}
         outputs = {key: value for key, value in given.items() if torch.is_tensor(value) and value.is_floating_point()}
-        loss = outputs.get("loss")
-        if loss is None:
-            weights = torch.randn(
-                outputs[next(iter(outputs))].shape, generator=torch.Generator().manual_seed(SEED), device="cpu"
-            )
-            loss = (next(iter(outputs.values())) * weights.to(batch["input_ids"].device)).mean()
+        first = next(iter(outputs.values()))
+        loss = outputs.get("loss", first)
+        if loss.dim() > 0:
+            weights = torch.randn(first.shape, generator=torch.Generator().manual_seed(SEED), device="cpu")
+            loss = (first * weights.to(first.device)).mean()
         loss.backward()
         gradients = {
             name: None if parameter.grad is None else full_tensor(parameter.grad).clone()
@@ -339,7 +343,7 @@ def _trying(device: torch.device) -> Iterator[None]:
 
 def _choose_layout(mesh: ParallelMesh, axes: Iterable[str], settings: dict[str, Any]) -> ParallelMesh:
     """Return a mesh with these axes of the layout, in which stages hold the whole copy, as replicas do."""
-    sizes = {f"{axis}_size": mesh.size(axis) if axis in axes else 1 for axis in (*AXES, "dp_shard")}
+    sizes = {f"{axis}_size": mesh.size(axis) if axis in axes else 1 for axis in (*SPLITTING, "dp_shard")}
     if "ep" in axes:
         sizes["dp_shard_size"] = mesh.size("dp_shard")
     others = mesh.config.world_size // (sizes["dp_shard_size"] * sizes["tp_size"] * sizes["cp_size"])

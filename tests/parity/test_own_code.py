@@ -229,6 +229,35 @@ def test_statistics_of_data_ranks():
     check_numbers(run(_step_on_own_rows, 2, True, 2), alone)
 
 
+class ScoredModel(LlamaForCausalLM):
+    """Takes more than tokens, and returns a tuple."""
+
+    def forward(self, input_ids, bonus, labels=None):
+        logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) * bonus.mean(), logits
+
+
+def _train_scored(spec, kind):
+    model = change(models.build("llama", **ODD), kind)
+    model.__class__ = ScoredModel
+    model = hf_parallel.parallelize(model, spec) if spec else model
+    batch = rows(3, 33).to(model.device)
+    loss, _ = model(batch, bonus=torch.tensor([1.0, 2.0, 4.5], device=batch.device), labels=batch)
+    loss.backward()
+    return [loss.item(), float(hf_parallel.clip_grad_norm(model, 1.0))]
+
+
+def _refuses_scored(pattern):
+    with pytest.raises(SpecError, match=pattern):
+        _train_scored("tp=2", "shift")
+
+
+def test_below_a_head_that_takes_more_than_tokens():
+    """The head reads whole outputs; its layers are tried without it."""
+    check_numbers(run(_train_scored, 2, "tp=2", "adapters"), run_alone(_train_scored, None, "adapters"))
+    run(_refuses_scored, 2, pattern_of_refusal("tp_size=2", "ShiftedLayer", works="sequence_parallel=false"))
+
+
 # ---- classes that are loaded, and code that comes late --------------------------------------------------------------
 
 
