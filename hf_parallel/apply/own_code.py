@@ -97,8 +97,11 @@ def prove_own_code(model: PreTrainedModel, mesh: ParallelMesh, apply: Apply) -> 
         return None
     what = ", ".join(_name_each_class(own))
     with mesh.fork_random_state(), _trying(mesh.device):
-        plain = _make_copy(model, mesh.device)
-        batch, expected, changed = _run_alone(plain, mesh)
+        try:
+            plain = _make_copy(model, mesh.device)
+            batch, expected, changed = _run_alone(plain, mesh)
+        except Exception as error:  # some modules hold what nothing copies
+            plain, batch, expected, changed = model, {}, Numbers({}, {}, error), None
         base = getattr(model, "base_model", model)
         if expected.error is not None and (base is not model or not axes):
             return None if base is model else prove_own_code(base, mesh, apply)
@@ -235,7 +238,8 @@ def _make_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
         short.to_empty(device=device)
         for tensor in (*short.parameters(), *short.buffers()):
             tensor.data.zero_()
-        short.init_weights()
+        with contextlib.suppress(Exception):  # it fills tables, such as frequencies; of zeros they are equal, too
+            short.init_weights()
     short.to(device).float().train()
     for module in short.modules():
         if isinstance(module, nn.Dropout):

@@ -1,5 +1,7 @@
 """Layers that a script has written: with the numbers of one process, or refused with a setting that has them."""
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -245,6 +247,17 @@ def _train_scored(spec, kind):
     loss, _ = model(batch, bonus=torch.tensor([1.0, 2.0, 4.5], device=batch.device), labels=batch)
     loss.backward()
     return [loss.item(), float(hf_parallel.clip_grad_norm(model, 1.0))]
+
+
+def _refuses_to_copy(spec):
+    model = change(models.build("llama", **ODD), "adapters")
+    model.model.lock = threading.Lock()
+    with pytest.raises(SpecError, match=pattern_of_refusal("tp_size=2", "AdaptedLayer", "tried", works="tp_size=1")):
+        hf_parallel.parallelize(model, spec)
+
+
+def test_what_nothing_copies_cannot_be_tried():
+    run(_refuses_to_copy, 2, "tp=2")
 
 
 def _refuses_scored(pattern):
