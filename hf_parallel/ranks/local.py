@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 Mixin = TypeVar("Mixin", bound="nn.Module")
 
 
+def make_whole(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient as a plain tensor: of a scalar that multiplies split logits torch makes a DTensor."""
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
 @contextlib.contextmanager
 def hold_other_tensors(module: nn.Module, changed: dict[str, Any]) -> Iterator[None]:
     """Let `module` hold other tensors in place of some parameters inside the `with`."""

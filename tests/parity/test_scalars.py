@@ -55,6 +55,8 @@ SPECS = (
     "dp_shard=2,zero_stage=1",
     "cp=2",
     "tp=2,dp_shard=2",
+    "dp_replicate=2,tp=2",
+    "tp=2",
     "dp_replicate=2,dp_shard=2",
 )
 

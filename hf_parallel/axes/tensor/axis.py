@@ -40,6 +40,7 @@ from hf_parallel.axes.tensor.tensor_parallel import (
     FOR_LINEARS,
     SAME_AS_LINEAR,
     apply_tensor_parallel,
+    keep_gradients_of_scalars_whole,
     retie,
     split_experts,
 )
@@ -490,6 +491,8 @@ class Tensor(Axis["SplitFacts", TensorPart]):
         model.register_forward_hook(functools.partial(make_logits_whole, DTensor))
         # FSDP2 fears in-place changes of outputs that are views; what a script reads here is a new tensor.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        if building.mesh.config.sharing_size == 1:  # data ranks reduce those of scalars themselves
+            keep_gradients_of_scalars_whole(model)
         if part.whole_sequences is None:
             assert building.sequence_flag is not None
             for reader in find_token_readers(model):
