@@ -93,12 +93,7 @@ def parallelize_model(
         if any(parameter.is_meta for parameter in model.parameters()):
             retie(model)  # a model that is still being loaded ties its weights by name only
         else:
-            # A script may have given the head a weight of its own: keep the ties that hold.
-            ties = getattr(model, "all_tied_weights_keys", None) or {}
-            held = dict(model.named_parameters(remove_duplicate=False))
-            kept = {one: other for one, other in ties.items() if not is_tie_broken(held, one, other)}
-            if len(kept) < len(ties):
-                setattr(model, "all_tied_weights_keys", kept)  # noqa: B010 - of transformers models alone
+            _forget_broken_ties(model)
     anatomy = read_model(model, mesh.config)
     facts = anatomy.facts.get(PIPELINE.name)
     if facts is not None and mesh.config.pipeline_split == MEASURED:
@@ -115,6 +110,18 @@ def parallelize_model(
         refuse_changed_code(cast("PreTrainedModel", model), mesh)
     refuse_unlike_statistics(model, mesh)
     return model
+
+
+def _forget_broken_ties(model: nn.Module) -> None:
+    """Keep of the ties that a model names those that hold: a script may have given the head a weight of its own.
+
+    The names of parameters end with the call: the caller would keep whole weights in memory while it cuts the model.
+    """
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    held = dict(model.named_parameters(remove_duplicate=False))
+    kept = {one: other for one, other in ties.items() if not is_tie_broken(held, one, other)}
+    if len(kept) < len(ties):
+        setattr(model, "all_tied_weights_keys", kept)  # noqa: B010 - of transformers models alone
 
 
 def apply(model: nn.Module, plan: Plan, mesh: ParallelMesh, pack: Packing | None = None) -> ParallelState:

@@ -90,21 +90,7 @@ class HostStep:
         self._optimizer, self.offload = weakref.ref(optimizer), offload
         self.file = file = StateFile(offload, "optimizer states") if offload_folder(offload) else None
         if file is not None:
-            # The states lie in the file in chunks of parameters, each from a new page on.
-            kind = next(base for base in type(optimizer).__mro__ if "step" in vars(base))
-            sizes: dict[torch.Tensor, int] = {}
-            for group in optimizer.param_groups:
-                widths: dict[torch.dtype, list[int]] = {}
-                for part in (get_stored(parameter) for parameter in group["params"] if parameter.requires_grad):
-                    if part.dtype not in widths:  # the bytes that a step keeps for one number, in each of its states
-                        one = torch.zeros(1, dtype=part.dtype, requires_grad=True)
-                        one.grad = torch.zeros_like(one)
-                        alike = kind([{**group, "params": [one]}])
-                        alike.step()
-                        states = [value for value in alike.state[one].values() if torch.is_tensor(value)]
-                        widths[part.dtype] = [value.nbytes for value in states if value.ndim]
-                    sizes[part] = StatePart.room_for([part.numel() * width for width in widths[part.dtype]])
-            file.reserve(sum(file.room_of(sum(sizes[part] for part in chunk)) for chunk in _cut_into_chunks(sizes)))
+            file.reserve(_count_state_bytes(optimizer, file))
             optimizer.register_state_dict_pre_hook(lambda _: file.settle())
         self._parts: dict[int, StatePart] = {}  # by chunk
         self._kept: dict[tuple[int, str], torch.Tensor] = {}  # states in files, by place of the parameter
@@ -217,6 +203,24 @@ def _iterate_host_copies(chunks: list[list[torch.Tensor]]) -> Iterator[dict[torc
 def _begin_copy(tensor: torch.Tensor) -> torch.Tensor:
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return pinned.copy_(tensor.detach(), non_blocking=True)
+
+
+def _count_state_bytes(optimizer: Optimizer, file: StateFile) -> int:
+    """Return the bytes of the optimizer's states in the file: chunks of parameters, each from a new page on."""
+    kind = next(base for base in type(optimizer).__mro__ if "step" in vars(base))
+    sizes: dict[torch.Tensor, int] = {}
+    for group in optimizer.param_groups:
+        widths: dict[torch.dtype, list[int]] = {}
+        for part in (get_stored(parameter) for parameter in group["params"] if parameter.requires_grad):
+            if part.dtype not in widths:  # the bytes that a step keeps for one number, in each of its states
+                one = torch.zeros(1, dtype=part.dtype, requires_grad=True)
+                one.grad = torch.zeros_like(one)
+                alike = kind([{**group, "params": [one]}])
+                alike.step()
+                states = [value for value in alike.state[one].values() if torch.is_tensor(value)]
+                widths[part.dtype] = [value.nbytes for value in states if value.ndim]
+            sizes[part] = StatePart.room_for([part.numel() * width for width in widths[part.dtype]])
+    return sum(file.room_of(sum(sizes[part] for part in chunk)) for chunk in _cut_into_chunks(sizes))
 
 
 def _cut_into_chunks(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -318,12 +318,7 @@ class StageRunner:
             held: has the gradients of the run that data ranks have not reduced yet.
         """
         if self.config.sharing_size == 1 and self.mesh.data_size > 1:  # FSDP2 is not there to do it
-            for bucket in cut_into_buckets([get_stored(gradient) for _, gradient in fresh if gradient is not None]):
-                sums = [gradient.float().div_(self.mesh.data_size) for gradient in bucket]
-                for work in [dist.all_reduce(total, group=self.mesh.data_group, async_op=True) for total in sums]:
-                    cast(dist.Work, work).wait()
-                for gradient, total in zip(bucket, sums, strict=True):
-                    gradient.copy_(total)
+            average_over_data_ranks(fresh, self.mesh.data_group, self.mesh.data_size)
         self.services.gradients_scaled(scale)
         self._add(fresh, scale)
         if held is not None:
@@ -352,6 +347,18 @@ def apply_autocast_per_stage(engine: StageRunner) -> Iterator[Callable[[], torch
     with torch.autocast(kind, enabled=False):
         # Without the cache: cast copies of gathered weights must not outlive the micro-batch.
         yield lambda: torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+
+def average_over_data_ranks(
+    fresh: list[tuple[nn.Parameter, torch.Tensor | None]], group: dist.ProcessGroup, size: int
+) -> None:
+    """Average gradients over data ranks, a bucket at a time, in fp32."""
+    for bucket in cut_into_buckets([get_stored(gradient) for _, gradient in fresh if gradient is not None]):
+        sums = [gradient.float().div_(size) for gradient in bucket]
+        for work in [dist.all_reduce(total, group=group, async_op=True) for total in sums]:
+            cast(dist.Work, work).wait()
+        for gradient, total in zip(bucket, sums, strict=True):
+            gradient.copy_(total)
 
 
 #: A message to another rank, and its tensor.

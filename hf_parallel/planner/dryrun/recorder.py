@@ -315,11 +315,7 @@ def observe(
             copies = [] if mirror is None else [value for _, value in mirror.copies]
             weights = [*state.root.parameters(), *state.root.buffers(), *copies]
             kinds |= {recorder.note(tensor): "parameters" for tensor in weights}
-            found = [p.grad for p in state.root.parameters()]
-            if state.pipeline is not None and state.pipeline.delayed is not None:
-                for coming in state.pipeline.delayed.updates:
-                    found += coming.gradients.values()
-            gradients = [gradient for gradient in found if gradient is not None]
+            gradients = _list_gradients(state)
             kinds |= {recorder.note(gradient): "gradients" for gradient in gradients}
             recorder.remember()
             update.step()
@@ -331,6 +327,15 @@ def observe(
             update.zero_grad()
         traffic = {axis: dict(by_kind) for axis, by_kind in recorder.traffic.items()}
         return Observed(recorder.peaks(kinds), kept, traffic)
+
+
+def _list_gradients(state: ParallelState) -> list[torch.Tensor]:
+    """Return the gradients of the step that has run, and the sums of those that have begun."""
+    found = [p.grad for p in state.root.parameters()]
+    if state.pipeline is not None and state.pipeline.delayed is not None:
+        for coming in state.pipeline.delayed.updates:
+            found += coming.gradients.values()
+    return [gradient for gradient in found if gradient is not None]
 
 
 def _announce_step(pipeline: PipelineEngine, model: nn.Module, batches: list[Inputs]) -> list[ScheduledCall]:
