@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -340,6 +341,7 @@ def _trying(device: torch.device) -> Iterator[None]:
         trial.runs = False
         torch.set_default_dtype(former)
         torch.set_float32_matmul_precision(precision)
+        gc.collect()  # modules and their hooks name each other: copies would stay in memory for a while
 
 
 # ---- The layouts that are tried -------------------------------------------------------------------------------------
