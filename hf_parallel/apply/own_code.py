@@ -58,7 +58,7 @@ SPLITTING = ("tp", "cp", "ep")
 
 
 class _Trial:
-    """Whether a model is being tried now."""
+    """A note that a model is being tried now."""
 
     runs = False
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Mixin = TypeVar("Mixin", bound="nn.Module")
 
 
-def make_whole(gradient: torch.Tensor) -> torch.Tensor:
+def make_gradient_whole(gradient: torch.Tensor) -> torch.Tensor:
     """Return a gradient as a plain tensor: of a scalar that multiplies split logits torch makes a DTensor."""
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 

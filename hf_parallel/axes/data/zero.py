@@ -48,7 +48,7 @@ from hf_parallel.axes.data.units import (
 from hf_parallel.model.anatomy import find_input_embedding, get_backbone_of
 from hf_parallel.model.experts import iterate_experts
 from hf_parallel.ranks.differentiable import all_reduce
-from hf_parallel.ranks.local import make_whole, put_in_front
+from hf_parallel.ranks.local import make_gradient_whole, put_in_front
 from hf_parallel.ranks.mesh import ParallelMesh, get_stored
 
 if TYPE_CHECKING:
@@ -423,7 +423,7 @@ def _keep_scalars_whole(root: nn.Module, mesh: ParallelMesh) -> set[nn.Parameter
     groups = [axes.get_group(dim) for dim in range(axes.ndim) if axes.size(dim) > 1]
 
     def average(gradient: torch.Tensor) -> torch.Tensor:
-        mean = make_whole(gradient).float()
+        mean = make_gradient_whole(gradient).float()
         for group in groups:
             mean = all_reduce(mean, group) / group.size()
         return mean.to(gradient.dtype)

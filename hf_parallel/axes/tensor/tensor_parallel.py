@@ -54,7 +54,7 @@ from hf_parallel.ranks import (
     reduce_from_group,
     reduce_scatter_sequence,
 )
-from hf_parallel.ranks.local import get_local, hold_other_tensors, make_whole, with_added
+from hf_parallel.ranks.local import get_local, hold_other_tensors, make_gradient_whole, with_added
 
 
 def apply_tensor_parallel(
@@ -123,8 +123,8 @@ def keep_gradients_of_scalars_whole(model: nn.Module) -> None:
     def follow(model: nn.Module, args: tuple) -> None:
         for owner, name in places:  # weights that are loaded later are other tensors
             scalar: Any = owner._parameters[name]
-            if scalar.requires_grad and make_whole not in (scalar._backward_hooks or {}).values():
-                scalar.register_hook(make_whole)
+            if scalar.requires_grad and make_gradient_whole not in (scalar._backward_hooks or {}).values():
+                scalar.register_hook(make_gradient_whole)
 
     if places:
         model.register_forward_pre_hook(follow, prepend=True)
