@@ -20,7 +20,6 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
@@ -369,9 +368,7 @@ def _compare(
         return str(error)
     apply(model, plan, mesh)
     numbers = _train_on(model, batch)
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, _find_difference(numbers, expected))
-    return next((said for said in found if said is not None), None)
+    return next((said for said in gather_objects(_find_difference(numbers, expected)) if said is not None), None)
 
 
 def _find_difference(numbers: Numbers, expected: Numbers) -> str | None:

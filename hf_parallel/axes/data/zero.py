@@ -242,7 +242,7 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
     apart = list(dict.fromkeys(apart))  # a script may have put one layer in several places
     _let_forward_run_hooks(root, apart)
     _prepare_classes_of_other_bases(root)
-    for owners in list_owners_of_tied(apart):
+    for owners in _list_owners_of_tied(apart):
         fully_shard(owners, reshard_after_forward=not keeps, **settings)
     for block in (*_list_shared_modules(apart), *apart):
         if any(True for _ in block.parameters()):
@@ -280,7 +280,7 @@ def _list_shared_modules(blocks: list[nn.Module]) -> list[nn.Module]:
     return [module for module in shared if module not in inner]
 
 
-def list_owners_of_tied(blocks: list[nn.Module]) -> list[list[nn.Module]]:
+def _list_owners_of_tied(blocks: list[nn.Module]) -> list[list[nn.Module]]:
     """Return the modules of several blocks that have a parameter in common, together."""
     owners: dict[nn.Parameter, dict[nn.Module, nn.Module]] = {}
     for block in blocks:
