@@ -175,17 +175,21 @@ def _apply_to_model(model: PreTrainedModel, fn: Callable, *args: object, **kwarg
         NotImplementedError: gradients are being summed in the old dtype.
     """
     forget_holders()
-    wanted, state = fn(torch.empty((), dtype=model.dtype)).dtype, getattr(model, "_hf_parallel", None)
+    state = getattr(model, "_hf_parallel", None)
     # Stages of a pipeline are units that are no modules of the model: its own `_apply` does not find them.
     root: nn.Module = getattr(state, "root", model)
     held = [one for group in iterate_parameter_groups(root) for one in group.fsdp_params]
-    if wanted != model.dtype:
+    # Adapters and modules that PEFT trains are in fp32 beside a base in 16 bits.
+    kinds = {parameter.dtype for parameter in root.parameters()}
+    changed = {kind: wanted for kind in kinds if (wanted := fn(torch.empty((), dtype=kind)).dtype) != kind}
+    if changed:
         drop_copies()
-    if wanted == model.dtype or not any(one.all_gather_outputs for one in held):
+    if not changed or not any(one.all_gather_outputs for one in held):
         return type(model)._apply(model, fn, *args, **kwargs)
     if any(holds_whole_gradient(one) for one in held):
         raise NotImplementedError(
-            f"hf_parallel: a sharded model is cast to {wanted} while it sums gradients; cast it after the step"
+            f"hf_parallel: a sharded model is cast to {next(iter(changed.values()))} while it sums gradients; "
+            "cast it after the step"
         )
     for unit in iterate_sharded_modules(root):
         unit.reshard()

@@ -42,7 +42,7 @@ from hf_parallel.checkpoint.saving import (
 )
 from hf_parallel.checkpoint.slices import find_local_part
 from hf_parallel.checkpoint.writers import Item, assign_items, choose_one_writer, gather_item
-from hf_parallel.model.anatomy import get_stored_order
+from hf_parallel.model.anatomy import find_later_names, get_stored_order
 from hf_parallel.ranks.mesh import ParallelMesh, get_stored
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def gather_state_dict(
     """
     entries = [entry for entry in list_entries(model, mesh) if wanted is None or wanted(entry.name)]
     whole = dict(stream_tensors([Group((entry,), (entry,)) for entry in entries], model.state_dict(), mesh, limit=0))
-    for ties in gather_from_stages(_find_ties_of_script(model), mesh):
+    for ties in gather_from_stages(_find_ties_on_stage(model), mesh):
         whole |= {name: whole[first] for name, first in ties.items() if first in whole}
     named = {name.replace(".base_layer.", "."): name for name in whole}
     for pair in _list_ties_inside(model):  # one memory, of which files take one name
@@ -128,7 +128,7 @@ def gather_state_dict(
 def list_entries(model: nn.Module, mesh: ParallelMesh) -> list[Entry]:
     """List every tensor of the whole model, in its order, without tied and ignored names. Collective over stages."""
     skip = list_tied_names(model) | set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    skip |= {name for name, first in _find_ties_of_script(model).items() if first not in skip}
+    skip |= {name for name, first in _find_ties_on_stage(model).items() if first not in skip}
     state = model.state_dict()
     return gather_entries_of(model, mesh, {k: t for k, t in state.items() if k not in skip and torch.is_tensor(t)})
 
@@ -140,14 +140,15 @@ def _list_ties_inside(model: nn.Module) -> list[tuple[str, str]]:
     return [(f"{path}.{key}", f"{path}.{source}") if path else (key, source) for path, (key, source) in pairs]
 
 
-def _find_ties_of_script(model: nn.Module) -> dict[str, str]:
-    """Return the names of parameters that have an earlier one, too, and that one; without what a config ties."""
-    first: dict[int, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
-    found = {name: first[id(p)] for name, p in named if first.setdefault(id(p), name) != name}
+def _find_ties_on_stage(model: nn.Module) -> dict[str, str]:
+    """Return the later names of parameters with their first ones; without those that a config ties on a stage."""
     # A stage may have another one's parameter under the name that it reads.
     of_config = {name for pair in _list_ties_inside(model) for name in pair}
-    return {name: other for name, other in found.items() if name.replace(".base_layer.", ".") not in of_config}
+    return {
+        name: other
+        for name, other in find_later_names(model).items()
+        if name.replace(".base_layer.", ".") not in of_config
+    }
 
 
 def _write_weights(
@@ -280,7 +281,7 @@ def load_weights(model: nn.Module, directory: str) -> set[str]:
         KeyError: a weight of the model is not in the folder.
         ValueError: a weight of the folder has another shape.
     """
-    tied, first = list_tied_names(model), _find_ties_of_script(model)
+    tied, first = list_tied_names(model), _find_ties_on_stage(model)
     own = {key: tensor for key, tensor in model.state_dict().items() if torch.is_tensor(tensor)}
     found, useless = set(), set[str]()
     with contextlib.ExitStack() as stack:

@@ -109,7 +109,7 @@ class Runtime:
     source: str
     mesh: ParallelMesh
     environment: dict[str, str | None] = field(default_factory=dict)
-    absent: bool = False  # takes part in a ragged batch without a row of its own, so nothing of it is gathered
+    real_rows: int | None = None  # of the ragged batch that a Trainer computes with, on this rank; else None on all
     in_trainer: bool = False  # does a Trainer compute and weigh the loss?
     loop: LoopLosses = field(default_factory=LoopLosses)
     measured: MeasuredShares | None = None
@@ -157,7 +157,7 @@ def is_loop() -> bool:
 def is_absent() -> bool:
     """Return whether this rank computes without a row of its own, only to take part in collectives."""
     active = current()
-    return active is not None and active.absent
+    return active is not None and active.real_rows == 0
 
 
 def connect_process_group() -> None:

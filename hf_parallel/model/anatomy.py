@@ -248,16 +248,16 @@ def get_backbone_of(model: nn.Module) -> Any:
 
 def find_ties_of_script(model: nn.Module) -> dict[str, str]:
     """Return the names of weights that another module has, too, where no config says so: each with its first name."""
-    first: dict[nn.Parameter, str] = {}
     named = getattr(model, "all_tied_weights_keys", None) or {}
-    of_config, found = {*named, *named.values()}, {}
-    for place, module in model.named_modules():
-        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            name = f"{place}.{key}" if place else key
-            other = first.setdefault(parameter, name)
-            if other != name and not {name, other} <= of_config:
-                found[name] = other
-    return found
+    of_config = {*named, *named.values()}
+    return {name: first for name, first in find_later_names(model).items() if not {name, first} <= of_config}
+
+
+def find_later_names(model: nn.Module) -> dict[str, str]:
+    """Return every name of a parameter but its first: each with that one."""
+    first: dict[nn.Parameter, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first[p] for name, p in named if first.setdefault(p, name) != name}
 
 
 def list_transformer_blocks(model: nn.Module) -> list[nn.Module]:

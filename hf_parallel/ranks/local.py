@@ -8,7 +8,7 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -29,6 +29,28 @@ Mixin = TypeVar("Mixin", bound="nn.Module")
 def make_gradient_whole(gradient: torch.Tensor) -> torch.Tensor:
     """Return a gradient as a plain tensor: of a scalar that multiplies split logits torch makes a DTensor."""
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def hook_gradients_of_scalars(
+    root: nn.Module, hook: Callable[[torch.Tensor], torch.Tensor], device: torch.device
+) -> set[nn.Parameter]:
+    """Put `hook` on the gradients of parameters without a dim, such as a temperature, and return these.
+
+    They stay whole on every rank, on `device`: neither tp nor FSDP2 can cut them.
+    """
+    named = ((module, *item) for module in root.modules() for item in module._parameters.items())
+    places = [(module, name) for module, name, p in named if p is not None and p.dim() == 0]
+
+    def follow(module: nn.Module, args: tuple) -> None:
+        for owner, name in places:  # weights that are loaded later are other tensors
+            scalar = cast("nn.Parameter", owner._parameters[name])
+            scalar.data = scalar.data.to(device)
+            if scalar.requires_grad and hook not in (scalar._backward_hooks or {}).values():
+                scalar.register_hook(hook)
+
+    if places:
+        root.register_forward_pre_hook(follow, prepend=True)
+    return {cast("nn.Parameter", owner._parameters[name]) for owner, name in places}
 
 
 @contextlib.contextmanager

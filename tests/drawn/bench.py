@@ -26,14 +26,13 @@ REFUSALS = ("SpecError", "UsageError")
 EXPERTS = ("mixtral", "qwen3_moe", "deepseek_moe", "gpt_oss")
 #: Models of two stacks, and what no layout of theirs has.
 TWO_STACKS = ("t5", "t5_gated", "bart", "mbart")
-NOT_OF_TWO_STACKS = ("pp", "cp", "tiled_mlp", "padding_free", "pack_tokens", "lean_loss")
+NOT_OF_TWO_STACKS = ("pp", "cp", "tiled_mlp", "padding_free", "lean_loss")
 #: Keys of a spec beside the sizes of its axes: which axis they need, and their values.
 SPEC_KEYS: tuple[tuple[str, str, tuple], ...] = (
     ("dp_shard", "zero_stage", (0, 1, 2)),
     ("dp_shard", "gradient_reduction", ("micro_step", "step")),
     ("dp_shard", "offload", ("cpu", "optimizer")),
     ("dp_shard", "hierarchical_shard", (2,)),
-    ("dp_shard", "pack_tokens", (48,)),
     ("dp_", "batch_shares", ("auto", "3:1")),
     ("pp", "pipeline_schedule", ("gpipe", "interleaved_1f1b", "looped_bfs", "zbv_zero_bubble", "chimera")),
     ("pp", "pipeline_microbatches", (2, 4)),

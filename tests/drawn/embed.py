@@ -460,5 +460,5 @@ def tolerances(chosen: Choices) -> tuple[float, float]:
 
 KIND = Kind(
     *(CHOICES, fit, script, tolerances, leaves_out, lambda key: 1.0 if key.isdigit() else 0.1, write),
-    left_out=("pp", "tiled_mlp", "padding_free", "pack_tokens", "lean_loss", "attention", "batch_shares"),
+    left_out=("pp", "tiled_mlp", "padding_free", "lean_loss", "attention", "batch_shares"),
 )

@@ -369,4 +369,4 @@ def tolerances(chosen: Choices) -> tuple[float, float]:
     return trainers.tolerances({**trainers.PLAIN, **chosen})
 
 
-KIND = Kind(CHOICES, fit, script, tolerances, leaves_out, left_out=("pack_tokens",))
+KIND = Kind(CHOICES, fit, script, tolerances, leaves_out)

@@ -46,6 +46,16 @@ FOUND = {
         *("trainers", "tp=2"),
         "bf16=True ; bf16_full_eval=True ; eval_strategy='epoch'",
     ),
+    "a base in 16 bits and a copy of the head in fp32, cast for a last evaluation": (
+        *("trainers", "dp_shard=2"),
+        "dtype='bfloat16' ; bf16_full_eval=True ; "
+        "lora=(('r', 3), ('target_modules', ('q_proj', 'v_proj')), ('modules_to_save', ('lm_head',)))",
+    ),
+    "a stream that has ended when its last batch is computed": (
+        *("sft", "dp_shard=2"),
+        "rows=19 ; stream=True ; gradient_accumulation_steps=2 ; max_steps=4",
+    ),
+    "figures of a loss that is computed anew": ("losses", "dp_shard=2", "form='items_or_mean' ; logs='figure'"),
     "zeros as gradients of 16-bit weights": (
         *("loops", "dp_shard=2"),
         "rows=24 ; dtype='bfloat16' ; accumulates='no_sync' ; zero_grad='kept'",

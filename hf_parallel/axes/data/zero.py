@@ -48,7 +48,7 @@ from hf_parallel.axes.data.units import (
 from hf_parallel.model.anatomy import find_input_embedding, get_backbone_of
 from hf_parallel.model.experts import iterate_experts
 from hf_parallel.ranks.differentiable import all_reduce
-from hf_parallel.ranks.local import make_gradient_whole, put_in_front
+from hf_parallel.ranks.local import hook_gradients_of_scalars, make_gradient_whole, put_in_front
 from hf_parallel.ranks.mesh import ParallelMesh, get_stored
 
 if TYPE_CHECKING:
@@ -233,7 +233,10 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
     if mesh.size("pp") > 1:
         keeps = True  # gathering again for every micro-batch would cost more than the memory it frees
     settings: Settings = {"mesh": axes, "mp_policy": make_policy_for(root), **make_offload_settings(mesh)}
-    settings["ignored_params"] = {*_shard_experts(root, mesh, keeps, settings), *_keep_scalars_whole(root, mesh)}
+    settings["ignored_params"] = {
+        *_shard_experts(root, mesh, keeps, settings),
+        *_average_gradients_of_scalars(root, mesh),
+    }
     apart = blocks
     if mesh.config.sharing_size <= mesh.size("dp_replicate") and not make_offload_settings(mesh):
         # Replicas have nothing to gather; with few gradients one reduction after the backward is the fastest.
@@ -409,17 +412,13 @@ def _shard_experts(root: nn.Module, mesh: ParallelMesh, keeps: bool, settings: S
     return set()
 
 
-def _keep_scalars_whole(root: nn.Module, mesh: ParallelMesh) -> set[nn.Parameter]:
-    """Keep parameters without a dim, such as a temperature, whole on every rank: FSDP2 cannot cut them.
-
-    Each backward pass averages their gradients, as FSDP2 averages those of the others.
+def _average_gradients_of_scalars(root: nn.Module, mesh: ParallelMesh) -> set[nn.Parameter]:
+    """Average the gradients of parameters without a dim in each backward pass, as FSDP2 averages those of the others.
 
     Returns:
-        These parameters, which `fully_shard` must leave alone.
+        These parameters, which `fully_shard` cannot cut and must leave alone.
     """
-    named = ((module, *item) for module in root.modules() for item in module._parameters.items())
-    places = [(module, name) for module, name, p in named if p is not None and p.dim() == 0]
-    axes, device = mesh.sharing_mesh, mesh.device
+    axes = mesh.sharing_mesh
     groups = [axes.get_group(dim) for dim in range(axes.ndim) if axes.size(dim) > 1]
 
     def average(gradient: torch.Tensor) -> torch.Tensor:
@@ -428,16 +427,7 @@ def _keep_scalars_whole(root: nn.Module, mesh: ParallelMesh) -> set[nn.Parameter
             mean = all_reduce(mean, group) / group.size()
         return mean.to(gradient.dtype)
 
-    def follow(module: nn.Module, args: tuple) -> None:
-        for owner, name in places:  # weights that are loaded later are other tensors
-            scalar = cast(nn.Parameter, owner._parameters[name])
-            scalar.data = scalar.data.to(device)
-            if scalar.requires_grad and average not in (scalar._backward_hooks or {}).values():
-                scalar.register_hook(average)
-
-    if places:
-        root.register_forward_pre_hook(follow, prepend=True)
-    return {cast(nn.Parameter, owner._parameters[name]) for owner, name in places}
+    return hook_gradients_of_scalars(root, average, mesh.device)
 
 
 def _let_parts_run(model: nn.Module, blocks: list[nn.Module]) -> None:

@@ -40,7 +40,6 @@ from hf_parallel.axes.tensor.tensor_parallel import (
     FOR_LINEARS,
     SAME_AS_LINEAR,
     apply_tensor_parallel,
-    keep_gradients_of_scalars_whole,
     retie,
     split_experts,
 )
@@ -61,6 +60,7 @@ from hf_parallel.model.experts import ExpertFacts, is_experts, iterate_experts, 
 from hf_parallel.model.families import UNSPLITTABLE
 from hf_parallel.ranks import join_sequence
 from hf_parallel.ranks.devices import find_memory_obstacle
+from hf_parallel.ranks.local import hook_gradients_of_scalars, make_gradient_whole
 from hf_parallel.ranks.mesh import list_axis_ranks
 
 if TYPE_CHECKING:
@@ -492,7 +492,7 @@ class Tensor(Axis["SplitFacts", TensorPart]):
         # FSDP2 fears in-place changes of outputs that are views; what a script reads here is a new tensor.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         if building.mesh.config.sharing_size == 1:  # data ranks reduce those of scalars themselves
-            keep_gradients_of_scalars_whole(model)
+            hook_gradients_of_scalars(model, make_gradient_whole, building.mesh.device)
         if part.whole_sequences is None:
             assert building.sequence_flag is not None
             for reader in find_token_readers(model):

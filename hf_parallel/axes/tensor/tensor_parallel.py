@@ -54,7 +54,7 @@ from hf_parallel.ranks import (
     reduce_from_group,
     reduce_scatter_sequence,
 )
-from hf_parallel.ranks.local import get_local, hold_other_tensors, make_gradient_whole, with_added
+from hf_parallel.ranks.local import get_local, hold_other_tensors, with_added
 
 
 def apply_tensor_parallel(
@@ -113,21 +113,6 @@ def _refuse_partial_outputs(switch: SequenceParallelFlag, model: nn.Module, args
         raise NotImplementedError("hf_parallel: output_attentions=True needs all heads on one rank; tp_size=1 works")
     if wanted and switch.on:
         raise NotImplementedError("hf_parallel: output_hidden_states=True needs sequence_parallel=false")
-
-
-def keep_gradients_of_scalars_whole(model: nn.Module) -> None:
-    """Let scalars that a script multiplies logits by, such as a temperature, have plain gradients."""
-    named = ((module, *item) for module in model.modules() for item in module._parameters.items())
-    places = [(module, name) for module, name, p in named if p is not None and p.dim() == 0]
-
-    def follow(model: nn.Module, args: tuple) -> None:
-        for owner, name in places:  # weights that are loaded later are other tensors
-            scalar: Any = owner._parameters[name]
-            if scalar.requires_grad and make_gradient_whole not in (scalar._backward_hooks or {}).values():
-                scalar.register_hook(make_gradient_whole)
-
-    if places:
-        model.register_forward_pre_hook(follow, prepend=True)
 
 
 def retie(model: nn.Module, by_script: dict[str, str] | None = None) -> None:

@@ -30,7 +30,7 @@ from hf_parallel.hooks.accelerate.processes import (
 from hf_parallel.hooks.accelerate.shares import (
     check_loader,
     does_drop_last,
-    is_ragged,
+    have_unlike_rows,
     list_notes_on_workers,
     part_of_stream,
 )
@@ -333,7 +333,7 @@ def gather(original: Callable, tensor: object) -> object:
         return type(batch)({key: gather(original, lists.get(key, value)) for key, value in batch.items()})
 
     gather_tensors = functools.partial(recursively_apply, _gather_unlike_tensors, error_on_other_type=True)
-    may_differ = runtime.mesh().config.shares_batches or is_ragged(GradientState())
+    may_differ = have_unlike_rows(GradientState())
     return (gather_tensors if may_differ else _check_shapes_first(original, gather_tensors))(tensor)
 
 
@@ -390,7 +390,7 @@ def _gather_unlike_tensors(tensor: torch.Tensor) -> torch.Tensor:
     if runtime.is_absent():
         tensor = tensor[:0]
     sizes = [tensor.shape[0]] * mesh.data_size
-    if mesh.config.shares_batches or is_ragged(GradientState()):
+    if have_unlike_rows(GradientState()):
         own = torch.tensor([tensor.shape[0]], device=tensor.device)
         found = [torch.empty_like(own) for _ in range(mesh.data_size)]
         dist.all_gather(found, own, group=mesh.data_group)

@@ -282,6 +282,16 @@ def is_ragged(gradient_state: GradientState | OneLoader) -> bool:
     return not does_drop_last(gradient_state.active_dataloader)
 
 
+def have_unlike_rows(gradient_state: GradientState) -> bool:
+    """Return whether data ranks may have unlike numbers of rows. All say the same.
+
+    A Trainer that has read a stream to its end computes with the last batch when accelerate has forgotten it.
+    """
+    active = runtime.current()
+    in_ragged_batch = active is not None and active.real_rows is not None
+    return in_ragged_batch or runtime.mesh().config.shares_batches or is_ragged(gradient_state)
+
+
 def does_drop_last(dataloader: DataLoader) -> bool:
     """Return whether the loader leaves out a last batch that is not full."""
     return bool(getattr(getattr(dataloader, "batch_sampler", None), "drop_last", False))

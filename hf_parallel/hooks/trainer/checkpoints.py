@@ -87,6 +87,7 @@ class TrainerRecord:
         looks_at_mean: how many batches have been looked at for that.
         mean_over: a tensor of the batch that tells its targets, and whether the first of each sequence is none.
         tries: is the script's loss computed only to look at it?
+        held_logs: calls of `log` while the loss may have to be computed anew.
         told_unknown: has it been said that the script's loss is taken for a mean over rows?
         told_unreached: has it been said that steps of `profile_steps` come after the end?
         told_to_differ: metrics and wishes of callbacks of which it has been said that ranks differ.
@@ -118,6 +119,7 @@ class TrainerRecord:
     looks_at_mean: int = 0
     mean_over: tuple[str, bool] | None = None
     tries: bool = False
+    held_logs: list[Callable[[], object]] | None = None
     told_unknown: bool = False
     told_unreached: bool = False
     told_to_differ: set[str] = field(default_factory=set)

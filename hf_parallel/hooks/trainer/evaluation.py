@@ -288,7 +288,7 @@ def evaluate_real_rows(
         means.compute_in_scope(
             means.Scope(step.share, predicts=True, corrects=experimental.adds_mean_over_tokens(self))
         ),
-        replacing(runtime.current(), absent=step.real_rows == 0),
+        replacing(runtime.current(), real_rows=step.real_rows),
     )
     following: Any = contextlib.nullcontext()
     if step.real_rows is not None and not own_step:

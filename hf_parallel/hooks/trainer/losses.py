@@ -325,9 +325,13 @@ def _compute_settled_loss(
     if record.weighs is not None or items is None:
         return computed(inputs)
     kept, restore, stream = copy.copy(inputs), remember_counts(trainer), runtime.mesh().read_random_state()
-    result = computed(inputs)
+    held: list[Callable[[], object]] = []
+    with replacing(record, held_logs=held):
+        result = computed(inputs)
     record.weighs = result["weighs"]
     if not result["again"]:
+        for log_held in held:
+            log_held()
         return result
     restore()
     runtime.mesh().set_random_state(stream)
@@ -475,11 +479,15 @@ _OF_THE_END = {"train_loss", "total_flos"}
 def log(original: Callable, self: Trainer, logs: dict, *args: object, **kwargs: object) -> None:
     """Show on rank 0 what a script's loss has collected on the last stage."""
     state = runtime.find_parallel_state(self.model)
-    if record_of(self).tries:
+    record = record_of(self)
+    if record.tries:
+        return
+    if record.held_logs is not None:
+        record.held_logs.append(functools.partial(self.log, logs, *args, **kwargs))
         return
     if state is not None and state.pipeline is not None and state.pipeline.pipelines.session is not None:
         # compute_loss runs on the last stage alone: the others log with it later
-        record_of(self).step.logged.append(dict(logs))
+        record.step.logged.append(dict(logs))
         return
     if state is not None and state.pipeline is not None and is_own(self):
         state.pipeline.tell(logs)

@@ -58,6 +58,6 @@ def _is_another_batch(trainer: Trainer, given: list[torch.Tensor]) -> bool:
 def compute_with(trainer: Trainer, step: StepRecord) -> Iterator[None]:
     """Compute, inside the `with`, the loss of a batch of which this is known."""
     current = cast(runtime.Runtime, runtime.current())
-    known = replacing(current, absent=step.real_rows == 0, in_trainer=True)
+    known = replacing(current, real_rows=step.real_rows, in_trainer=True)
     with replacing(record_of(trainer), step=step), known, replacing(current.loop, last=None):
         yield

@@ -359,7 +359,7 @@ def training_step(
     noise = draw_noise_of_examples(self, inputs)
     runtime.compare_batches(model, inputs, "training")
     # It holds on each stage, and where layers run again for their backward.
-    now = replacing(runtime.current(), absent=step.real_rows == 0, in_trainer=True)
+    now = replacing(runtime.current(), real_rows=step.real_rows, in_trainer=True)
     small = monitoring.measure_small_batch(inputs, step.real_rows)
     timed = monitoring.measure_phase(COMPUTE)
     mixed = explain_mixed_tensors()
@@ -408,7 +408,7 @@ def run_own_step(
         explain_mixed_tensors(),
         contextlib.nullcontext() if step.real_rows is None else step.own,
         replacing(record_of(self), step=step),
-        replacing(runtime.current(), absent=step.real_rows == 0, in_trainer=True),
+        replacing(runtime.current(), real_rows=step.real_rows, in_trainer=True),
     ):
         return own(model, inputs, *args, **kwargs)
 
