@@ -119,9 +119,8 @@ def compute_loss(chosen: Choices, accelerator: Accelerator, model: Any, batch: d
     if way == "model":
         return model(**batch).loss
     if way == "two_calls":
-        return (
-            0.5 * model(**batch).loss + 0.5 * model(**{**batch, "input_ids": (3 * batch["input_ids"] + 1) % VOCABULARY}).loss
-        )
+        other = {**batch, "input_ids": (3 * batch["input_ids"] + 1) % VOCABULARY}
+        return 0.5 * model(**batch).loss + 0.5 * model(**other).loss
     labels = batch["labels"][:, 1:]
     given = batch if way != "no_labels" else {key: value for key, value in batch.items() if key != "labels"}
     logits = model(**given).logits[:, :-1].float()

@@ -51,6 +51,11 @@ FOUND = {
         "dtype='bfloat16' ; bf16_full_eval=True ; "
         "lora=(('r', 3), ('target_modules', ('q_proj', 'v_proj')), ('modules_to_save', ('lm_head',)))",
     ),
+    "a copy of the head in 16 bits, whose weight a loss reads without a call": (
+        *("dpo", "dp_replicate=2"),
+        "dtype='bfloat16' ; "
+        "adapters=('lora', {'r': 3, 'target_modules': ('q_proj', 'v_proj'), 'modules_to_save': ('lm_head',)})",
+    ),
     "a stream that has ended when its last batch is computed": (
         *("sft", "dp_shard=2"),
         "rows=19 ; stream=True ; gradient_accumulation_steps=2 ; max_steps=4",

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.axes.adapters.lora import CutAdapter, WholeAdapter, cut
 from hf_parallel.axes.adapters.lora_grid import is_on_grid
-from hf_parallel.axes.data.zero import gather_unit
+from hf_parallel.axes.data.units import gather_unit
 from hf_parallel.axes.experts.layers import SharedOut
 from hf_parallel.axes.tensor.layers import (
     ColumnParallel,

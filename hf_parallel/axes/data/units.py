@@ -177,55 +177,77 @@ def renew_group(group: FSDPParamGroup) -> None:
             group._init_reduce_scatter_param_order()
 
 
-def separate_dtypes(root: nn.Module) -> bool:
-    """Give a unit of its own to each module whose trained weights have another dtype than most in its unit.
+def separate_dtypes(root: nn.Module) -> list[FSDPModule]:
+    """Give the trained weights of a unit that have another dtype than most a group of their own.
 
-    torch reduces all gradients of a group in one dtype. Such modules are norms in 16 bits that a script trains beside
-    adapters in fp32, or copies of a head among these (`modules_to_save`). The stored parameters stay the same objects.
-    Returns whether there was such a module.
+    torch reduces all gradients of a group in one dtype. Such weights are norms kept in fp32, norms in 16 bits that a
+    script trains beside adapters in fp32, or copies of a head among these (`modules_to_save`). The stored parameters
+    stay the same objects, and are gathered with their unit: a loss may read a head's weight and never call the head.
+
+    Returns:
+        In torch 2.11, where a unit has one group: modules that are units now, and must be gathered with theirs.
     """
-    found = False
+    made: list[FSDPModule] = []
     for unit in list(iterate_sharded_modules(root)):
         for group in list(get_groups_of(unit)):
-            dtypes: dict[nn.Module, torch.dtype] = {}
+            dtypes: dict[FSDPParam, torch.dtype] = {}
             for held in group.fsdp_params:
                 info = held._module_info
                 stored = getattr(info.module, info.param_name)  # torch takes over what replaced its own when units run
                 if stored.requires_grad:
-                    dtypes.setdefault(info.module, stored.dtype)
-            counts = Counter(
-                sorted(dtypes.values(), key=lambda dtype: -dtype.itemsize)
-            )  # of equally frequent ones the widest
-            if len(counts) < 2:
-                continue
-            prevailing, found = counts.most_common(1)[0][0], True
-            for module in [module for module, dtype in dtypes.items() if dtype != prevailing]:
-                if not isinstance(module, FSDPModule):
-                    _move_to_own_unit(module, unit, group)
-            renew_group(group)
-    return found
+                    dtypes[held] = stored.dtype
+            widest_first = sorted(dtypes.values(), key=lambda dtype: (-dtype.itemsize, str(dtype)))
+            others = [dtype for dtype, _ in Counter(widest_first).most_common()][1:]
+            for dtype in others:
+                made += _move_to_own_group([held for held, kind in dtypes.items() if kind == dtype], unit, group)
+            if others:
+                renew_group(group)
+    return made
 
 
-def _move_to_own_unit(module: nn.Module, unit: FSDPModule, group: FSDPParamGroup) -> None:
-    """Make `module` a unit that gathers and reduces what it holds of `group`."""
-    policy = get_state_of(unit)._mp_policy
-    made = fully_shard(
-        module,
-        mesh=group.mesh_info.mesh,
-        mp_policy=policy,
-        offload_policy=group.offload_policy,
-        ignored_params=set(module.parameters()),
-    )
-    state: Any = get_state_of(made)
-    state._auto_reshard_after_forward = False
-    infos = group.mesh_info, group.post_forward_mesh_info
-    own = FSDPParamGroup([], (module,), *infos, group.device, None, policy, group.offload_policy)
-    own.fsdp_params = [held for held in group.fsdp_params if held._module_info.module is module]
-    group.fsdp_params[:] = [held for held in group.fsdp_params if held._module_info.module is not module]
+def _move_to_own_group(moved: list[FSDPParam], unit: FSDPModule, group: FSDPParamGroup) -> list[FSDPModule]:
+    """Let `moved` of `group` be gathered and reduced by themselves, in units of their own in torch 2.11."""
+    state: Any = get_state_of(unit)
     if hasattr(state, "_fsdp_param_groups"):
-        state._fsdp_param_groups[:] = [own]
-    else:
-        state._fsdp_param_group = own
+        state._fsdp_param_groups.append(_take_out_of(group, moved, group.modules))
+        return []
+    made: list[FSDPModule] = []
+    for module in dict.fromkeys(held._module_info.module for held in moved):
+        made.append(
+            fully_shard(
+                module,
+                mesh=group.mesh_info.mesh,
+                mp_policy=group.mp_policy,
+                offload_policy=group.offload_policy,
+                ignored_params=set(module.parameters()),
+            )
+        )
+        own: Any = get_state_of(module)
+        own._auto_reshard_after_forward = False
+        own._fsdp_param_group = _take_out_of(
+            group, [held for held in moved if held._module_info.module is module], (module,)
+        )
+        cast(nn.Module, unit).register_forward_pre_hook(lambda *_, one=made[-1]: gather_unit(one))
+    return made
+
+
+def _take_out_of(group: FSDPParamGroup, moved: list[FSDPParam], modules: tuple[nn.Module, ...]) -> FSDPParamGroup:
+    """Make a group of `moved`, which are no longer in `group`."""
+    infos = group.mesh_info, group.post_forward_mesh_info
+    own = FSDPParamGroup([], modules, *infos, group.device, None, group.mp_policy, group.offload_policy)
+    own.fsdp_params = moved
+    group.fsdp_params[:] = [held for held in group.fsdp_params if held not in moved]
+    return own
+
+
+def gather_unit(unit: FSDPModule) -> None:
+    """Gather the weights of a unit before its own hook does, while the model around it runs.
+
+    `unit.unshard` would forget that gradients are being summed in fp32: see `round_after_backward`.
+    """
+    for group in get_groups_of(unit) if get_state_of(unit)._is_root is False else ():  # else it runs by itself
+        group.unshard()
+        group.wait_for_unshard()
 
 
 def forget_gathered_memory(root: nn.Module) -> None:

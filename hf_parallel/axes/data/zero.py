@@ -38,6 +38,7 @@ from hf_parallel.axes.data.gradients import round_after_backward
 from hf_parallel.axes.data.lowered import follow_dtype_now, make_policy_for
 from hf_parallel.axes.data.units import (
     allow_packed_weights,
+    gather_unit,
     get_groups_of,
     get_state_of,
     iterate_parameter_groups,
@@ -127,16 +128,6 @@ def shard_ends(model: PreTrainedModel, blocks: list[nn.Module], keeps: bool, set
     backbone.register_forward_pre_hook(prefetch)
     backbone.register_forward_hook(gather)
     model.register_forward_hook(gather_in_backward)
-
-
-def gather_unit(unit: FSDPModule) -> None:
-    """Gather the weights of a unit before its own hook does, while the model around it runs.
-
-    `unit.unshard` would forget that gradients are being summed in fp32: see `round_after_backward`.
-    """
-    for group in get_groups_of(unit) if get_state_of(unit)._is_root is False else ():  # else it runs by itself
-        group.unshard()
-        group.wait_for_unshard()
 
 
 def _is_alone(model: nn.Module, end: nn.Module) -> bool:
@@ -249,11 +240,9 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
         fully_shard(owners, reshard_after_forward=not keeps, **settings)
     for block in (*_list_shared_modules(apart), *apart):
         if any(True for _ in block.parameters()):
-            _shard_other_dtypes(block, not keeps, settings)
             fully_shard(block, reshard_after_forward=not keeps, **settings)
     if apart and root is model:  # a pipeline keeps all of its weights
         shard_ends(model, blocks, keeps, settings)
-    _shard_other_dtypes(root, not keeps, settings)
     # What is left is needed first in backward: None lets torch keep it.
     fully_shard(root, reshard_after_forward=False if keeps else None, **settings)
     if root is model and hasattr(model, "generate"):
@@ -296,10 +285,14 @@ def _list_owners_of_tied(blocks: list[nn.Module]) -> list[list[nn.Module]]:
 def separate_dtypes_at_first(root: nn.Module, *args: object) -> None:
     """Separate dtypes before units first run: adapters may have come, and a script may have unfrozen weights."""
     state = get_state_of(root) if isinstance(root, FSDPModule) else None
-    if state is not None and state._is_root is None and separate_dtypes(root):
-        for module in iterate_sharded_modules(root):
-            _name_as_before(type(module))
-        let_units_work_in_place(root)
+    if state is None or state._is_root is not None:
+        return
+    made = separate_dtypes(root)
+    let_units_work_in_place(root)
+    for unit in made:
+        _name_as_before(type(unit))
+        state._lazy_init()
+        gather_unit(unit)  # the hook that does it comes too late for this pass
 
 
 def _prepare_classes_of_other_bases(root: nn.Module) -> None:
@@ -348,23 +341,6 @@ def _name_as_before(kind: type) -> None:
     """
     own = next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
     kind.__name__, kind.__qualname__, kind.__module__ = own.__name__, own.__qualname__, own.__module__
-
-
-def _shard_other_dtypes(unit: nn.Module, again: bool, settings: Settings) -> None:
-    """Give groups of their own to modules with another dtype than most of `unit`, such as norms kept in fp32.
-
-    torch reduces all gradients of a group in one dtype.
-    """
-    sharded = {module for inner in iterate_sharded_modules(unit) for module in cast(nn.Module, inner).modules()}
-    own: dict[nn.Module, set[torch.dtype]] = {}
-    for module in (module for module in unit.modules() if module not in sharded):
-        own[module] = {parameter.dtype for parameter in module.parameters(recurse=False) if parameter.requires_grad}
-    # Sorted, so that all ranks take the same dtype where two have as many modules
-    sizes = Counter(dtype for dtypes in own.values() for dtype in sorted(dtypes, key=str))
-    prevailing = max(sizes, key=lambda dtype: sizes[dtype], default=None)
-    for module, dtypes in own.items():
-        if module is not unit and dtypes and prevailing not in dtypes:
-            fully_shard(module, reshard_after_forward=again, **settings)
 
 
 def move_rest(model: nn.Module, mesh: ParallelMesh) -> None:
