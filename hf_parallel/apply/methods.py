@@ -182,8 +182,7 @@ def _apply_to_model(model: PreTrainedModel, fn: Callable, *args: object, **kwarg
     # Adapters and modules that PEFT trains are in fp32 beside a base in 16 bits.
     kinds = {parameter.dtype for parameter in root.parameters()}
     changed = {kind: wanted for kind in kinds if (wanted := fn(torch.empty((), dtype=kind)).dtype) != kind}
-    if changed:
-        drop_copies()
+    drop_copies()  # also where nothing changes: torch exchanges split weights in any case
     if not changed or not any(one.all_gather_outputs for one in held):
         return type(model)._apply(model, fn, *args, **kwargs)
     if any(holds_whole_gradient(one) for one in held):

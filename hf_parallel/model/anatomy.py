@@ -250,14 +250,24 @@ def find_ties_of_script(model: nn.Module) -> dict[str, str]:
     """Return the names of weights that another module has, too, where no config says so: each with its first name."""
     named = getattr(model, "all_tied_weights_keys", None) or {}
     of_config = {*named, *named.values()}
-    return {name: first for name, first in find_later_names(model).items() if not {name, first} <= of_config}
+    later = find_later_names(model, of_shared_modules=False)
+    return {name: first for name, first in later.items() if not {name, first} <= of_config}
 
 
-def find_later_names(model: nn.Module) -> dict[str, str]:
-    """Return every name of a parameter but its first: each with that one."""
+def find_later_names(model: nn.Module, of_shared_modules: bool = True) -> dict[str, str]:
+    """Return every name of a parameter but its first, each with that one.
+
+    Args:
+        of_shared_modules: also the names that it has because its module is in several places.
+    """
     first: dict[nn.Parameter, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: first[p] for name, p in named if first.setdefault(p, name) != name}
+    found = {}
+    for place, module in model.named_modules(remove_duplicate=not of_shared_modules):
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = f"{place}.{key}" if place else key
+            if first.setdefault(parameter, name) != name:
+                found[name] = first[parameter]
+    return found
 
 
 def list_transformer_blocks(model: nn.Module) -> list[nn.Module]:

@@ -9,10 +9,12 @@ import pytest
 pytest.importorskip("trl")
 pytest.importorskip("peft")
 
-from tests.drawn import loops, losses, seq2seq, trainers
+from tests.drawn import loops, losses, seq2seq, trainers, trl_scripts
 from tests.drawn.bench import Bench
 
-KINDS = {"trainers": trainers.KIND, "loops": loops.KIND, "seq2seq": seq2seq.KIND, "losses": losses.KIND}
+#: Of which some are drawn here; of the others those that have found something run.
+DRAWN = {"trainers": trainers.KIND, "loops": loops.KIND, "seq2seq": seq2seq.KIND, "losses": losses.KIND}
+KINDS = {**DRAWN, **trl_scripts.KINDS}
 #: How many are drawn, where not twelve.
 SEEDS = {"seq2seq": 4, "losses": 6}
 FOUND = {
@@ -59,6 +61,10 @@ FOUND = {
     "a stream that has ended when its last batch is computed": (
         *("sft", "dp_shard=2"),
         "rows=19 ; stream=True ; gradient_accumulation_steps=2 ; max_steps=4",
+    ),
+    "weights moved that have copies in 16 bits": (
+        *("seq2seq", "tp=2"),
+        "twice='new_trainer' ; bf16=True ; bf16_full_eval=True ; eval_strategy='steps' ; collator='seq2seq'",
     ),
     "figures of a loss that is computed anew": ("losses", "dp_shard=2", "form='items_or_mean' ; logs='figure'"),
     "zeros as gradients of 16-bit weights": (
@@ -165,7 +171,7 @@ def test_a_term_that_knows_no_count_is_told(benches, choices):
     assert benches["losses"].try_script(KINDS["losses"].read(choices), "dp_shard=2")[0] == "told"
 
 
-@pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in KINDS for seed in range(SEEDS.get(name, 12))])
+@pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in DRAWN for seed in range(SEEDS.get(name, 12))])
 def test_drawn_scripts(benches, name, seed):
     """Each is equal to one process or refused in words."""
     benches[name].check_drawn(seed)
