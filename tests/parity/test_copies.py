@@ -178,7 +178,7 @@ def copying(kind, spec=None):
         with torch.no_grad(), again.disable_adapter():
             numbers.append(again(input_ids=batch, labels=batch).loss.item())
         whole = copy.deepcopy(again).merge_and_unload()
-        numbers.append(whole(input_ids=batch, labels=batch).loss.item())
+        numbers += [one(input_ids=batch, labels=batch).loss.item() for one in (whole, copy.deepcopy(whole))]
     fit(model, 1, 0.5)
     return numbers, sorted(n for n, p in hf_parallel.full_state_dict(twin).items() if p.is_floating_point())
 

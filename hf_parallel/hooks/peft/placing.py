@@ -309,6 +309,7 @@ def take_adapters_out(original: Callable, self: BaseTuner, *args: object, **kwar
                 stage.parts[i] = self.model.get_submodule(replaced[id(part)])
     if state.pipeline is not None:
         state.pipeline.services.adapters = None
+    state.copy_adapters = None
     if state.mesh.config.sharing_size > 1:
         remove_late_parameters(state.root)
     if original.__name__ == "merge_and_unload":
