@@ -31,6 +31,7 @@ from transformers import (
     GPTJConfig,
     GPTNeoXConfig,
     GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     LlavaConfig,
     MambaConfig,
@@ -167,6 +168,13 @@ def gpt_oss(**changes: Any) -> GptOssConfig:
     window = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
     rotation = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     return GptOssConfig(**{**DECODER, **own, **window, **rotation, "tie_word_embeddings": False, **changes})
+
+
+def llama4(**changes: Any) -> Llama4TextConfig:
+    """Llama 4: each token, times its router's score, runs through every expert; one expert is shared."""
+    own = {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 96, "intermediate_size": 48}
+    layers = {"attention_chunk_size": 16, "layer_types": ["chunked_attention", "full_attention"] * 2}
+    return Llama4TextConfig(**{**DECODER, **own, **layers, "tie_word_embeddings": False, **changes})
 
 
 def qwen2(**changes: Any) -> Qwen2Config:
@@ -432,6 +440,7 @@ CONFIGS = {
     "gemma2": gemma2,
     "gemma3": gemma3,
     "gpt_oss": gpt_oss,
+    "llama4": llama4,
     "qwen2": qwen2,
     "phi3": phi3,
     "phi3_eight": phi3_eight,

@@ -208,24 +208,36 @@ def _copy_model(
     mesh: ParallelMesh, again: Callable[[nn.Module], object], model: PreTrainedModel, memo: dict
 ) -> object:
     """Return a copy of a model, such as a reference model, under the same layout. Collective."""
-    if hasattr(model, "peft_config") or getattr(model, "is_loaded_in_4bit", False):
-        raise NotImplementedError("hf_parallel: a copy of a model with adapters or 4 bits; load it a second time")
+    if getattr(model, "is_loaded_in_4bit", False):
+        raise NotImplementedError("hf_parallel: a copy of a model of 4 bits; load it a second time")
     assert_all_ranks("copy.deepcopy")
     with torch.device("meta"):
         new = type(model)(copy.deepcopy(model.config)).to(model.dtype)
     again(new)
+    new.to_empty(device=mesh.device).tie_weights()  # memory of their own unties plain parameters
+    copy_adapters = model._hf_parallel.copy_adapters
+    if copy_adapters is not None:
+        drawn = mesh.read_random_state()
+        copy_adapters(model, new, memo)
+        mesh.set_random_state(drawn)
     for root in (model, new):
         for unit in iterate_sharded_modules(root):
             unit.reshard()
-    new.to_empty(device=mesh.device).tie_weights()  # memory of their own unties plain parameters
+    modules, parameters, buffers = (
+        dict(kind()) for kind in (new.named_modules, new.named_parameters, new.named_buffers)
+    )
+    if {*modules, *parameters, *buffers} != {
+        name for kind in (model.named_modules, model.named_parameters, model.named_buffers) for name, _ in kind()
+    }:
+        raise NotImplementedError("hf_parallel: a copy of a model that has other modules than its config and adapters")
     with torch.no_grad():
-        for own, theirs in zip(new.parameters(), model.parameters(), strict=True):
-            get_stored(own).copy_(get_stored(theirs))
-            own.requires_grad_(theirs.requires_grad)
-        for buffer, former in zip(new.buffers(), model.buffers(), strict=True):
-            buffer.copy_(former)
-    for module, other in zip(new.modules(), model.modules(), strict=True):
-        module.training = other.training
+        for name, theirs in model.named_parameters():
+            get_stored(parameters[name]).copy_(get_stored(theirs))
+            parameters[name].requires_grad_(theirs.requires_grad)
+        for name, former in model.named_buffers():
+            buffers[name].copy_(former)
+    for name, other in model.named_modules():
+        modules[name].training = other.training
     new.generation_config = copy.deepcopy(getattr(model, "generation_config", None))
     memo[id(model)] = new
     return new
@@ -418,7 +430,7 @@ def _build_plain_part(part: PreTrainedModel, tensors: dict[str, torch.Tensor]) -
     with torch.device("meta"):
         model = type(part)(copy.deepcopy(part.config))
         if part._hf_parallel.copy_adapters is not None:
-            part._hf_parallel.copy_adapters(part, model)
+            part._hf_parallel.copy_adapters(part, model, {})
     for name, module in part.named_modules():
         kept = module._modules
         new = model.get_submodule(name)

@@ -173,7 +173,7 @@ class ParallelState:
     notes: list[str] = field(default_factory=list)
     parts: tuple[PreTrainedModel, ...] = ()
     around: weakref.ref[nn.Module] | None = None  # the module that this model is a part of
-    copy_adapters: Callable[[PreTrainedModel, PreTrainedModel], None] | None = None  # the model's, into a plain one
+    copy_adapters: Callable[[PreTrainedModel, PreTrainedModel, dict], None] | None = None  # into another model like it
     reported: bool = False
     counts_tokens: bool = False
     said: set[str] = field(default_factory=set)  # lines that are printed once, and have been
@@ -319,7 +319,8 @@ def watch_for_late_modules(model: nn.Module, mesh: ParallelMesh, pipeline: Pipel
         if not changed[0] or pipelines_of(mesh).session is not None:  # the last stage alone
             return
         changed[0], named = False, dict(module.named_modules())
-        wrappers = [one for one in named.values() if hasattr(one, "base_layer") or hasattr(one, "modules_to_save")]
+        marks = ("base_layer", "modules_to_save", "_hf_parallel_placed")  # the last of a copy that has been taken out
+        wrappers = [one for one in named.values() if any(hasattr(one, mark) for mark in marks)]
         placed = {id(one) for wrapper in wrappers for one in wrapper.modules()}  # PEFT's, which are placed already
         late = {name: one for name, one in named.items() if one not in known and id(one) not in placed}
         known.update(named.values())

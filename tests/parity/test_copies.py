@@ -130,3 +130,76 @@ def test_refuses_what_ranks_have_otherwise(spec, way):
     """Numbers that each rank has drawn for itself do not become one weight."""
     with pytest.raises((RankFailure, NotImplementedError, hf_parallel.SpecError), match="have other numbers"):
         run(mixing, 2, spec, way, init=False)
+
+
+LORA = {
+    "lora": {"target_modules": ["q_proj", "o_proj", "embed_tokens"]},
+    "dora": {"target_modules": ["v_proj", "o_proj"], "use_dora": True, "modules_to_save": ["lm_head"]},
+    "added": {"target_modules": ["q_proj", "down_proj"]},
+}
+
+
+def copying(kind, spec=None):
+    """Steps of a model with adapters and of its copy; the copy without adapters, merged, and copied when merged."""
+    peft = pytest.importorskip("peft")
+    activate(spec)
+    model, config = models.build("llama", **ODD), peft.LoraConfig(r=3, init_lora_weights=False, **LORA[kind])
+    model = hf_parallel.parallelize(model, spec) if spec else model
+    torch.manual_seed(TRAIN_SEED)
+    if kind == "added":
+        from transformers.integrations import peft as integration
+
+        integration.MIN_PEFT_VERSION = "0.20.0"  # Transformers 5.24 asks for a PEFT that is not out yet
+        model.add_adapter(config)
+    else:
+        model = peft.get_peft_model(model, config)
+    batch = torch.randint(0, 515, (4, 33), generator=torch.Generator().manual_seed(TRAIN_SEED)).to(model.device)
+    numbers = []
+
+    def fit(one, steps, learning_rate):
+        optimizer = torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=learning_rate)
+        for _ in range(steps):
+            numbers.append((loss := one(input_ids=batch, labels=batch).loss).item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    fit(model, 1, 0.5)
+    drawn, twin = torch.get_rng_state(), copy.deepcopy(model.train())
+    assert type(twin) is type(model)
+    assert torch.equal(drawn, torch.get_rng_state())
+    fit(model, 2, 0.5)
+    fit(twin, 3, 0.1)
+    if kind != "added":
+        twin.merge_adapter()
+        again = copy.deepcopy(twin.eval())
+        assert not again.training
+        again.unmerge_adapter()
+        with torch.no_grad(), again.disable_adapter():
+            numbers.append(again(input_ids=batch, labels=batch).loss.item())
+        whole = copy.deepcopy(again).merge_and_unload()
+        numbers += [one(input_ids=batch, labels=batch).loss.item() for one in (whole, copy.deepcopy(whole))]
+    fit(model, 1, 0.5)
+    return numbers, sorted(n for n, p in hf_parallel.full_state_dict(twin).items() if p.is_floating_point())
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "pp=2", "dp_shard=2,tp=2", "pp=2,dp_shard=2"])
+@pytest.mark.parametrize("kind", LORA)
+def test_copies_with_adapters(kind, spec):
+    wanted, names = run_alone_once(copying, kind)
+    for rank, (numbers, own) in enumerate(run(copying, axes(spec)["world"], kind, spec, init=False)):
+        assert own == ([] if rank else names)  # rank 0 has the whole state
+        for number, (ours, theirs) in enumerate(zip(numbers, wanted, strict=True)):
+            none(close(f"number {number}", ours, theirs, NEAR))
+
+
+def copying_whole(spec):
+    peft = pytest.importorskip("peft")
+    activate(spec)
+    model = peft.get_peft_model(models.build("llama", **ODD), peft.IA3Config(task_type="CAUSAL_LM"))
+    copy.deepcopy(model)
+
+
+def test_refuses_copies_of_whole_adapters():
+    with pytest.raises(RankFailure, match="a copy of a model with adapters that ranks keep whole; load it a second"):
+        run(copying_whole, 2, "dp_shard=2", init=False)

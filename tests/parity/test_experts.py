@@ -170,6 +170,14 @@ def test_adapters_of_alternating_columns(runs, spec):
     runs.check(Script(model="gpt_oss", lora=lora(("o_proj",), target_parameters=targets)), spec)
 
 
+@pytest.mark.parametrize("spec", ["tp=2", "tp=2,dp_shard=2"])
+def test_adapters_of_dense_experts(runs, spec):
+    """PEFT takes Llama 4's weights, kept as [in, out], for [out, in]: A runs along the outputs there."""
+    targets = ("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj")
+    script = Script(model="llama4", lora=lora(("o_proj",), target_parameters=targets))
+    runs.check(script.with_accumulation(2), spec)
+
+
 def stored_here(spec: str) -> tuple[int, int]:
     """Numbers that this rank stores: of experts, and of all parameters."""
     from hf_parallel import parallelize

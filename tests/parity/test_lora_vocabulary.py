@@ -67,3 +67,24 @@ def test_a_tied_head_is_saved_once(runs, tmp_path, spec):
     expected = run_alone(partial(save_in_a_loop, runs.initial("odd"), f"{tmp_path}/one"))
     found = run(partial(save_in_a_loop, runs.initial("odd"), f"{tmp_path}/all", spec), 2, init=False)
     torch.testing.assert_close(found[0], expected, rtol=0, atol=0)
+
+
+def save_two(folder, out, spec=None):
+    """What is in the folders of two models of one base, whose embeddings have the adapters."""
+    from peft import LoraConfig, get_peft_model
+
+    activate(spec)
+    torch.manual_seed(models.SEED)
+    config = LoraConfig(r=3, target_modules=["embed_tokens"], init_lora_weights=False)
+    bases = [AutoModelForCausalLM.from_pretrained(folder) for _ in range(2)]
+    for number, base in enumerate(bases):
+        get_peft_model(base, config).save_pretrained(f"{out}/{number}")
+    return [load_file(f"{out}/{number}/adapter_model.safetensors") for number in range(2)]
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "pp=2"])
+def test_two_models_with_one_embedding(runs, tmp_path, spec):
+    expected = run_alone(save_two, runs.initial("odd"), f"{tmp_path}/one")
+    assert all(any("base_layer" in name for name in one) for one in expected)
+    found = run(save_two, 2, runs.initial("odd"), f"{tmp_path}/all", spec, init=False)
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=0)

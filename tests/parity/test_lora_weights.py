@@ -75,6 +75,7 @@ def merged(spec, model, initial, out, targets):
         ("mixtral", "dp_shard=2,pp=2", (*EXPERTS, ROUTER)),
         ("qwen3_moe", "dp_replicate=2,dp_shard=2", EXPERTS),
         ("gpt_oss", "tp=2", EXPERTS),
+        ("llama4", "tp=2", tuple(name.replace("mlp", "feed_forward") for name in EXPERTS)),
         ("qwen3_moe", "tp=2", EXPERTS),
         ("llama", "dp_shard=2,tp=2", DENSE + ENDS),
         ("gpt2", "tp=2", PACKED["gpt2"]),

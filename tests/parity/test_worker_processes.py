@@ -1,13 +1,14 @@
 """Worker processes of a loader: what those that are not forked get is pickled (all, from Python 3.14 on)."""
 
+import pickle
 from functools import partial
 from itertools import islice
 from multiprocessing.reduction import ForkingPickler
-from pickle import loads
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, IterableDataset
 
 from hf_parallel.hooks.accelerate.shares import list_notes_on_workers
 from tests import models
@@ -29,7 +30,7 @@ def send_to_worker(spec: str, kind: type, arguments: dict, out: str) -> tuple[to
     assert not loader.base_dataloader.in_order
     parts = (loader.base_dataloader.dataset, loader.base_dataloader.collate_fn)
     batches = []
-    for dataset, collate in (parts, loads(ForkingPickler.dumps(parts))):
+    for dataset, collate in (parts, pickle.loads(ForkingPickler.dumps(parts))):
         rows = list(islice(dataset, 4)) if isinstance(dataset, IterableDataset) else [dataset[i] for i in range(4)]
         batch = collate(rows)
         batches.append(getattr(batch, "batch", batch)["input_ids"])
@@ -54,3 +55,19 @@ def test_data_set_and_collator_reach_a_worker(spec, kind, arguments, told, tmp_p
     for ours, of_worker, notes in run(rank, axes(spec)["world"], init=False):
         assert torch.equal(ours, of_worker)
         assert any("dataloader_num_workers=1 works" in note for note in notes) == told
+
+
+def pickle_accelerator(spec: str) -> tuple[list, list]:
+    """Return batches of a prepared loader, and those of its copy out of a pickled `Accelerator`."""
+    activate(spec)
+    accelerator = Accelerator()
+    accelerator.prepare(DataLoader(list(range(11)), batch_size=2))
+    copied = pickle.loads(pickle.dumps(accelerator))
+    return tuple([batch.tolist() for batch in one._dataloaders[0]] for one in (accelerator, copied))
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2"])
+def test_accelerator_with_loaders_is_pickled(spec):
+    for rank, (ours, of_copy) in enumerate(run(partial(pickle_accelerator, spec), 2, init=False)):
+        assert ours == of_copy != []
+        assert ours[0] == ([2, 3] if rank and spec == "dp_shard=2" else [0, 1])

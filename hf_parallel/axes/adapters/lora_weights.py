@@ -78,6 +78,7 @@ class AdaptedExperts(nn.Module):
         if group is not None:
             down, up = copy_weight_to_group(down, group), copy_weight_to_group(up, group)
         count = base.expert_facts.count
+        transposed = getattr(base, "is_transposed", False)  # as PEFT reads it, also of experts that do not say it
         down, up = down.reshape(count, -1, down.shape[-1]), up.reshape(up.shape[0], -1, count)
         if not isinstance(base, SplitExperts):
             down = down.narrow(0, base.first, base.num_experts)
@@ -85,17 +86,17 @@ class AdaptedExperts(nn.Module):
         else:
             # The columns or rows of the weight that this rank has, as the model counts them.
             order: StoredOrder | None = getattr(base, "stored_orders", {}).get(self.parameter_name)
-            by_outputs = base.expert_facts.widths[self.parameter_name] == (2 if base.is_transposed else 1)
+            by_outputs = base.expert_facts.widths[self.parameter_name] == (2 if transposed else 1)
             rows = torch.arange(len(up) if by_outputs else down.shape[-1]) if order is None else order.rows
             rows = rows.chunk(base.region.group.size())[base.region.group.rank()].to(down.device)
             down, up = (down, up[rows]) if by_outputs else (down[:, :, rows], up)
-        equation = "ore,eri->eio" if base.is_transposed else "ore,eri->eoi"
+        equation = "ore,eri->eio" if transposed else "ore,eri->eoi"
         return torch.einsum(equation, up, down) * self.scaling[adapter]
 
 
 def adapt_expert_weight(wrapper: Any, base: nn.Module) -> bool:
     """Let a wrapper of a weight of experts, of which ranks hold parts, add this rank's part; False: it is none."""
-    if not isinstance(base, SplitExperts | SharedOut) or base.expert_facts.dense:
+    if not isinstance(base, SplitExperts | SharedOut):
         return False
     held = base._parameters[wrapper.parameter_name]
     if held is None or held.dim() != 3:

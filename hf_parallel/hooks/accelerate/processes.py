@@ -251,11 +251,14 @@ class CountedBatch(NamedTuple):
 
 
 def read_loader_from(loader: DataLoaderShard, place: Place, empty: bool = False) -> None:
-    """Read `loader` from `place` on."""
-    base = loader.base_dataloader
-    iterate = base.__iter__
-    base.__iter__ = lambda: place.batches(loader, lambda: _count_batches(loader, iterate()), empty)
+    """Read `loader` from `place` on. What is put on it can be pickled, as accelerate's own loaders."""
+    loader.base_dataloader.__iter__ = functools.partial(_read_epoch, loader, place, empty)
     loader._place = place
+
+
+def _read_epoch(loader: DataLoaderShard, place: Place, empty: bool) -> Iterator:
+    base = loader.base_dataloader
+    return place.batches(loader, lambda: _count_batches(loader, type(base).__iter__(base)), empty)
 
 
 def read_alone(loader: DataLoaderShard, iterate: Callable) -> Iterator | None:

@@ -23,7 +23,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from hf_parallel.apply.own_files import KnownStates
 from hf_parallel.apply.parallelize import ParallelState
+from hf_parallel.ask.session import of_session
 from hf_parallel.axes.adapters import lora
 from hf_parallel.axes.data.units import iterate_sharded_modules
 from hf_parallel.checkpoint import gather_state_dict, join_current_save, slices
@@ -31,7 +33,7 @@ from hf_parallel.checkpoint.slices import find_local_part, read_part
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.accelerator import make_parallel
 from hf_parallel.hooks.bitsandbytes import finish_casts
-from hf_parallel.hooks.patching import patch
+from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.hooks.peft import before as peft_settings
 from hf_parallel.hooks.peft.placing import place_in_base
 from hf_parallel.hooks.peft.whole import (
@@ -273,7 +275,7 @@ def save_pretrained(original: Callable, self: PeftModel, save_directory: str, *a
         kwargs["state_dict"] = gather(self)
         with join_current_save(state.mesh) as saving:  # at its end all ranks wait
             if state.mesh.rank == 0:
-                with saving.noting(), show_all_stages(base, state):
+                with saving.noting(), show_all_stages(base, state), _knowing_no_parts():
                     original(self, save_directory, *args, **kwargs)
     elif state.mesh.rank == 0:  # of the script: whole on rank 0, else empty; or this rank's part
         if given is None:
@@ -287,8 +289,13 @@ def save_pretrained(original: Callable, self: PeftModel, save_directory: str, *a
                 if slices.are_own_parts(self, given, names):
                     gather = functools.partial(gather_saved_tensors, embeddings=embeddings)
                     kwargs["state_dict"] = slices.make_whole_tensors(self, given, names, gather)
-        with show_all_stages(base, state):
+        with show_all_stages(base, state), _knowing_no_parts():
             original(self, save_directory, *args, **kwargs)
+
+
+def _knowing_no_parts() -> contextlib.AbstractContextManager:
+    """Write whole tensors: an embedding has the values of another model's, which may hold it in part."""
+    return replacing(of_session(KnownStates), models=[])
 
 
 @patch(

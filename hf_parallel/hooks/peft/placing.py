@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.apply.parallelize import ParallelState
+from hf_parallel.apply.parallelize import ParallelState, state_of
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.adapters import lora, lora_grid, lora_weights
 from hf_parallel.axes.adapters.four_bit import FourBit
@@ -79,11 +80,11 @@ def place_in_base(model: PreTrainedModel, state: ParallelState) -> None:
 
     # Copies of sharded modules get parameters of their own, and are shown to the stages.
     wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
-    for copy in (copy for wrapper in wrappers for copy in wrapper.modules_to_save.values()):
-        if state.mesh.config.sharing_size > 1 and not hasattr(copy, "_hf_parallel_placed"):
-            for part in copy.modules():
+    for trained in (one for wrapper in wrappers for one in wrapper.modules_to_save.values()):
+        if state.mesh.config.sharing_size > 1 and not hasattr(trained, "_hf_parallel_placed"):
+            for part in trained.modules():
                 unshard(part, state)
-        copy._hf_parallel_placed = True
+        trained._hf_parallel_placed = True
     around = {id(wrapper.original_module): wrapper for wrapper in wrappers}
     for stage in () if state.pipeline is None else state.pipeline.stages:
         for i, part in enumerate(stage.parts):
@@ -109,19 +110,43 @@ def place_in_base(model: PreTrainedModel, state: ParallelState) -> None:
         waiting.remove()
 
 
-def copy_adapters(model: PreTrainedModel, plain: PreTrainedModel) -> None:
-    """Put adapters as those of a parallel model into a plain one, which has no values yet."""
+def copy_adapters(model: PreTrainedModel, other: PreTrainedModel, memo: dict) -> None:
+    """Put adapters as those of a parallel model into another one, plain or parallel, without their values.
+
+    Args:
+        memo: of `copy.deepcopy`, which also copies what is around the model.
+    """
     from peft import inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
 
     if has_whole_adapters(model._hf_parallel):
-        raise NotImplementedError("adapters that ranks keep whole")
-    configs = model.peft_config
-    with runtime.set_layout_aside():
+        why = "a copy of a model with adapters that ranks keep whole; load it a second time"
+        raise NotImplementedError(f"hf_parallel: {why}")
+    configs = copy.deepcopy(model.peft_config, memo)
+    with runtime.set_layout_aside() if state_of(other) is None else contextlib.nullcontext():
         for name, config in configs.items():
             with replacing(config, init_lora_weights=True):  # what starts from the base's weights would read them
-                inject_adapter_in_model(config, plain, name)
-    plain.peft_config, plain._hf_peft_config_loaded = configs, model._hf_peft_config_loaded
-    AdapterState(model).set_in(plain, AdapterState(model).read())
+                inject_adapter_in_model(config, other, name)
+    other.peft_config, other._hf_peft_config_loaded = configs, model._hf_peft_config_loaded
+    for own, new in (
+        (one, other.get_submodule(name)) for name, one in model.named_modules() if isinstance(one, LoraLayer)
+    ):
+        for what in ("scaling", "merged_adapters", "_caches"):
+            setattr(new, what, copy.deepcopy(getattr(own, what)))
+    AdapterState(model).set_in(other, AdapterState(model).read())
+
+
+@patch(
+    "peft.{peft_model:PeftModel,tuners.tuners_utils:BaseTuner}.__deepcopy__",
+    "gives a copy of the model inside",
+    adds=True,
+)
+def copy_around(original: object, self: nn.Module, memo: dict) -> nn.Module:
+    """Return a copy as of any module: the attribute of the model inside, which PEFT hands on, copies that alone."""
+    new = type(self).__new__(type(self))
+    memo[id(self)] = new
+    vars(new).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+    return new
 
 
 def _split_adapter(name: str, wrapper: BaseTunerLayer, base: nn.Module, state: ParallelState) -> None:
@@ -284,6 +309,7 @@ def take_adapters_out(original: Callable, self: BaseTuner, *args: object, **kwar
                 stage.parts[i] = self.model.get_submodule(replaced[id(part)])
     if state.pipeline is not None:
         state.pipeline.services.adapters = None
+    state.copy_adapters = None
     if state.mesh.config.sharing_size > 1:
         remove_late_parameters(state.root)
     if original.__name__ == "merge_and_unload":
