@@ -145,7 +145,7 @@ def read_split(model: nn.Module, on_grid: bool = False) -> SplitFacts:
     try:
         styles = _find_styles(model)
     except SpecError as error:
-        return SplitFacts(name, heads, f"{name}: {error}")
+        return SplitFacts(name, heads, str(error) if str(error).startswith(f"{name}:") else f"{name}: {error}")
     modules = {key: model.get_submodule(key) for key, (style, _) in styles.items() if style != "heads"}
     lookups = {key: module for key, module in modules.items() if isinstance(module, nn.Embedding)}
     columns = [key for key, (style, _) in styles.items() if style == "colwise"]
