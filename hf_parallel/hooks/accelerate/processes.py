@@ -75,6 +75,10 @@ class RandomStream:
             cls.latest.rejoin()
         return cls.latest
 
+    def __deepcopy__(self, memo: object) -> RandomStream:
+        """Let a copy of a loader draw from the same numbers as the loader, as in one process."""
+        return self
+
     def rejoin(self) -> None:
         """Go on from the generators that have drawn something else since, as one process does. Collective.
 
@@ -252,10 +256,15 @@ class CountedBatch(NamedTuple):
 
 def read_loader_from(loader: DataLoaderShard, place: Place, empty: bool = False) -> None:
     """Read `loader` from `place` on."""
-    base = loader.base_dataloader
-    iterate = base.__iter__
-    base.__iter__ = lambda: place.batches(loader, lambda: _count_batches(loader, iterate()), empty)
+    base: Any = loader.base_dataloader
+    # Copied and pickled with the loader: a function would go on to read the loader that it was made for.
+    base.__iter__ = functools.partial(_iterate_from, loader, place, empty)
     loader._place = place
+
+
+def _iterate_from(loader: DataLoaderShard, place: Place, empty: bool) -> Iterator:
+    base = loader.base_dataloader
+    return place.batches(loader, lambda: _count_batches(loader, type(base).__iter__(base)), empty)
 
 
 def read_alone(loader: DataLoaderShard, iterate: Callable) -> Iterator | None:
