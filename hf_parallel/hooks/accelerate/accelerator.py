@@ -33,6 +33,7 @@ from hf_parallel.hooks import bitsandbytes, hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate import loop_losses
 from hf_parallel.hooks.accelerate.paired_losses import PairedLoss
 from hf_parallel.hooks.loss_scales import scale_together
+from hf_parallel.hooks.module_hooks import tell_of_earlier_hooks
 from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.hooks.peft.before import make_parallel_below
 from hf_parallel.hooks.trainer import bad_numbers, means
@@ -158,7 +159,7 @@ def make_parallel(model: nn.Module) -> None:
                 add_late_parameters(state.root, state.mesh)
         return
     make = functools.partial(parallelize_model, mesh=runtime.mesh())
-    with note_former_parameters(model):
+    with note_former_parameters(model), tell_of_earlier_hooks(model):
         if hasattr(model, "peft_config"):
             make_parallel_below(model, make)
         else:
