@@ -114,6 +114,31 @@ def register_parametrization(original: Callable, module: nn.Module, *args: objec
     return original(module, *args, **kwargs)
 
 
+@patch("torch.nn.utils.stateless:_functional_call", "gathers no weights that it is given")
+def call_with_other_weights(
+    original: Callable, module: nn.Module, parameters_and_buffers: dict[str, torch.Tensor], *args: Any, **kwargs: Any
+) -> object:
+    """Refuse `torch.func.functional_call` where a parallel model cannot compute with other weights than its own."""
+    inside = set(module.modules())
+    for model in list_parallel_models():
+        state = runtime.find_parallel_state(model)
+        if state is None or inside.isdisjoint(model.modules()):
+            continue
+        sharing, stages = state.mesh.config.sharing_size, state.mesh.size("pp")
+        trains = torch.is_grad_enabled() and any(value.requires_grad for value in parameters_and_buffers.values())
+        works = "tp_size works, and so does a copy.deepcopy(model) that takes the values by p.data.copy_(x)"
+        if sharing > 1:
+            what = f"functional_call with data and context ranks={sharing}"
+            refuse(what, "weights of a script are not gathered over them", do=works)
+        if stages > 1 and trains:
+            what = f"functional_call with pp_size={stages} and weights that need gradients"
+            refuse(what, "each micro-batch goes back through them by itself", do=works)
+        if torch._C._functorch.peek_interpreter_stack() is not None and state.mesh.config.world_size > 1:
+            why = "it cannot transform what ranks send"
+            refuse("torch.func on a parallel model", why, do="call one model at a time")
+    return original(module, parameters_and_buffers, *args, **kwargs)
+
+
 def _list_axes_with_parts(state: ParallelState, model: nn.Module, name: str | None) -> list[str]:
     """List in words how the hooks of a module see less than in one process; None is any module."""
     parts, sizes = [], {axis: state.mesh.size(axis) for axis in ("tp", "cp", "pp")}
