@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.tensor.dropout import share_numbers
 from hf_parallel.axes.tensor.grid import GridRegion
 from hf_parallel.axes.tensor.layers import ColumnParallel, RowParallel, SharedHeads, TensorParallelLayer, put_mixin_on
@@ -115,7 +114,8 @@ def find_own_columns(style: str, width: int, region: Region) -> list[slice]:
         each = width // (heads + 2 * kv_heads)
         segments = [heads * each, kv_heads * each, kv_heads * each]
     if sum(segments) != width or any(segment % size for segment in segments):
-        refuse(f"tp_size={size}", f"does not divide the {width} outputs of a layer in {type(region.owner).__name__}")
+        where = f"a layer of the script in {type(region.owner).__name__}"
+        raise NotImplementedError(f"hf_parallel: tp_size={size} does not divide the {width} outputs of {where}")
     starts = [sum(segments[:place]) for place in range(len(segments))]
     parts = [segment // size for segment in segments]
     return [slice(start + rank * part, start + (rank + 1) * part) for start, part in zip(starts, parts, strict=True)]
