@@ -12,11 +12,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +25,9 @@ from hf_parallel.apply.weights import full_tensor
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import SpecError, get_first_line, refuse
+from hf_parallel.axes.tensor.whole_layers import WholeColumn, WholeRow
 from hf_parallel.model.anatomy import find_stacks, find_token_readers, list_numbers_of_draws
+from hf_parallel.model.families import LIBRARIES, is_written_by_script
 from hf_parallel.plans.resolve import read_model, resolve
 from hf_parallel.ranks.mesh import ParallelMesh
 from hf_parallel.ranks.messages import gather_objects
@@ -38,13 +37,6 @@ if TYPE_CHECKING:
 
     from hf_parallel.axes.axis import Plan
 
-#: Packages whose layers are known to compute the same when they are split, or are refused by their names.
-LIBRARIES = frozenset(
-    ("torch", "transformers", "peft", "accelerate", "trl", "sentence_transformers", "diffusers", "timm", "torchvision")
-    + ("liger_kernel", "kernels", "flash_attn", "bitsandbytes", "torchao", "hf_parallel")
-)
-#: Functions beside layers that scripts replace in a module of Transformers.
-OF_ATTENTION = ("apply_rotary_pos_emb", "rotate_half", "repeat_kv", "eager_attention_forward")
 #: Above so many parameters a copy has one layer of each kind.
 LARGEST = 300_000_000
 #: Of a tensor's norm. Sums in another order are off by 1e-5, another token or column by 1e-2 and more.
@@ -141,13 +133,15 @@ def refuse_changed_code(model: PreTrainedModel, mesh: ParallelMesh) -> None:
     def look(module: nn.Module, args: tuple) -> None:
         handle.remove()
         readers = {id(inner) for reader in find_token_readers(model) for inner in reader.modules()}
+        around = [layer for layer in model.modules() if isinstance(layer, WholeColumn | WholeRow)]
+        readers -= {id(inner) for layer in around for inner in layer.modules()}  # what is inside sees all
         late = {name: own for name, own in find_own_code(model).items() if name not in before}
         for name, own in late.items():
             if id(model.get_submodule(name)) in readers:
                 why = f"{own} ({name}) has come into the model after it was split, and cannot be tried"
                 refuse(_say_sizes(mesh, axes), why, do=f"change it before the model is made, or {_say_ones(axes)}")
 
-    handle = model.register_forward_pre_hook(look, prepend=True)
+    handle = model.register_forward_pre_hook(look)  # after `watch_for_late_modules`
 
 
 def refuse_unlike_statistics(model: nn.Module, mesh: ParallelMesh) -> None:
@@ -188,7 +182,7 @@ def refuse_unlike_statistics(model: nn.Module, mesh: ParallelMesh) -> None:
 
 def find_own_code(model: nn.Module) -> dict[str, str]:
     """Return the modules whose forward no library has written: their full names, and their classes."""
-    written = {cls for cls in {type(module) for module in model.modules()} if _is_written_by_script(cls)}
+    written = {cls for cls in {type(module) for module in model.modules()} if is_written_by_script(cls)}
     found = {}  # with torch's modules that keep statistics of what they see
     for name, module in model.named_modules():
         # torch's prune, weight_norm and spectral_norm make a weight from others before each forward.
@@ -197,16 +191,6 @@ def find_own_code(model: nn.Module) -> dict[str, str]:
         if type(module) in written or computed or isinstance(module, (_BatchNorm, _SpectralNorm)):
             found[name] = " with ".join([type(module).__name__, *computed])
     return found
-
-
-def _is_written_by_script(cls: type[nn.Module]) -> bool:
-    """Tell whether a class's forward, or a function beside it, such as `apply_rotary_pos_emb`, is a script's own."""
-    place = getattr(inspect.unwrap(cls.forward), "__module__", None) or ""
-    names = {place}
-    if place.startswith("transformers.models."):
-        beside = (vars(sys.modules[place]).get(name) for name in OF_ATTENTION)
-        names |= {one.__module__ for one in beside if isinstance(one, FunctionType)}
-    return not {name.partition(".")[0] for name in names if name} <= LIBRARIES
 
 
 def _name_each_class(own: dict[str, str]) -> list[str]:

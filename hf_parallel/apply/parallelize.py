@@ -51,6 +51,7 @@ from hf_parallel.axes.pipeline.stage_runner import Pipelines, pipelines_of
 from hf_parallel.axes.tensor.axis import TENSOR
 from hf_parallel.axes.tensor.layers import PartialGradient
 from hf_parallel.axes.tensor.tensor_parallel import retie
+from hf_parallel.axes.tensor.whole_layers import find_linear_that_is_wrapped, keep_whole_around
 from hf_parallel.model.anatomy import is_tie_broken, list_transformer_blocks
 from hf_parallel.plans.resolve import read_model, resolve
 from hf_parallel.ranks import OneBatch, messages, watch
@@ -324,8 +325,14 @@ def watch_for_late_modules(model: nn.Module, mesh: ParallelMesh, pipeline: Pipel
         placed = {id(one) for wrapper in wrappers for one in wrapper.modules()}  # PEFT's, which are placed already
         late = {name: one for name, one in named.items() if one not in known and id(one) not in placed}
         known.update(named.values())
-        for name in late:
-            if f"{name}.".startswith(guarded):
+        # Layers of the script around a linear, such as LoRA; and what other stages compute with.
+        whole = () if pipeline is None else tuple(f"{name}." for name in pipeline.remote_modules.modules)
+        for name in (name for name in late if f"{name}.".startswith(guarded)):
+            linear = find_linear_that_is_wrapped(late[name], model.get_submodule(name.rpartition(".")[0]))
+            if linear is not None:
+                keep_whole_around(late[name], linear)
+                whole += (f"{name}.",)
+            elif not name.startswith(whole):
                 why = f"tp_size={mesh.size('tp')} has split the layer before, and a rank sees a part of its tokens"
                 refuse(f"{name}, put into a parallel model", why, do="an adapter of PEFT works, and so does tp_size=1")
         tensors: dict[str, torch.Tensor] = {}

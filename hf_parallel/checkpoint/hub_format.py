@@ -121,7 +121,12 @@ def _read_later(entry: Entry, gathered: dict[str, torch.Tensor]) -> LazyTensor:
 
 
 def gather_entries_of(model: nn.Module, mesh: ParallelMesh, tensors: Mapping[str, torch.Tensor]) -> list[Entry]:
-    """Return the tensors of all stages; if two stages hold one, the first stage's. Collective over stages."""
+    """Return the tensors of all stages; if several hold one, that of the first that computes with it. Collective.
+
+    What a script has put into another stage's layers is here, too, and trains there alone.
+    """
+    pipeline = getattr(getattr(model, "_hf_parallel", None), "pipeline", None)
+    elsewhere = () if pipeline is None else tuple(f"{name}." for name in pipeline.remote_modules.modules)
     own = []
     for name, tensor in tensors.items():
         names = (tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None) or ()
@@ -130,12 +135,14 @@ def gather_entries_of(model: nn.Module, mesh: ParallelMesh, tensors: Mapping[str
         order = get_stored_order(model, parameter)
         if slot and order is not None and tensor.shape != model.get_parameter(parameter).shape:
             order = None  # a slot of an optimizer lies as the parameter does, or is whole
-        own.append(Entry(name, tuple(tensor.shape), tensor.dtype, mesh.index("pp"), cuts, order))
-    entries: dict[str, Entry] = {}
+        entry = Entry(name, tuple(tensor.shape), tensor.dtype, mesh.index("pp"), cuts, order)
+        own.append((entry, not name.startswith(elsewhere)))
+    entries: dict[str, tuple[Entry, bool]] = {}
     for theirs in gather_from_stages(own, mesh):
-        for entry in theirs:
-            entries.setdefault(entry.name, entry)
-    return list(entries.values())
+        for entry, computes in theirs:
+            if entry.name not in entries or (computes and not entries[entry.name][1]):
+                entries[entry.name] = entry, computes
+    return [entry for entry, _ in entries.values()]
 
 
 # ---- Parameters by name, where stages hold parts of a model and one parameter may have two names --------------------

@@ -19,7 +19,8 @@ from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Packing
-from hf_parallel.hooks import model_parts, own_files, own_loops, runtime
+from hf_parallel.hooks import loss_scales, model_parts, own_files, own_loops, runtime
+from hf_parallel.hooks.module_hooks import tell_of_earlier_hooks
 from hf_parallel.hooks.patching import Patch, Undo, apply_patches, apply_when_imported, list_declared
 from hf_parallel.hooks.peft.before import make_parallel_below
 from hf_parallel.hooks.trainer.joining import read_asked_key, refuse_joining
@@ -52,7 +53,7 @@ def parallelize(
             why = "a loop written by hand makes its own batches"
             refuse(f"batch_shares={asked.batch_shares}", why, "the runner")
     if runtime.current() is None and not undo_list:
-        rooms = {model_parts.__name__, own_files.__name__, own_loops.__name__}
+        rooms = {room.__name__ for room in (loss_scales, model_parts, own_files, own_loops)}
         undo_list.extend(apply_patches([patch for patch in list_declared() if patch.room in rooms]))
         # For peft now or after its import, in the midst of which the list of all patches could not be imported.
         packages = ["peft", "bitsandbytes"]
@@ -61,10 +62,11 @@ def parallelize(
         # PEFT imports bitsandbytes itself.
         undo_list.append(apply_when_imported("peft", _iterate_library_patches(*packages)))
     make = functools.partial(parallelize_model, config=config, mesh=mesh, pack=pack)
-    if hasattr(model, "peft_config") and state_of(model) is None:
-        make_parallel_below(model, make)
-    else:
-        make(model)
+    with tell_of_earlier_hooks(model):
+        if hasattr(model, "peft_config") and state_of(model) is None:
+            make_parallel_below(model, make)
+        else:
+            make(model)
     state = state_of(model)
     assert state is not None
     runtime.equalise_within_model(of=state.mesh)  # dropout: ranks that hold the same drop the same

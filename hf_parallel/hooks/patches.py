@@ -13,6 +13,7 @@ from hf_parallel.hooks import (  # noqa: F401
     entries,
     front_ends,
     loading,
+    loss_scales,
     model_parts,
     module_hooks,
     monitoring,

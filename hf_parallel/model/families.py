@@ -6,7 +6,12 @@ weight holds several.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from dataclasses import dataclass
+from types import FunctionType
+
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -173,3 +178,21 @@ SHARED_AFTER = {
     "SolarOpenMoE",
     "UnlimitedOcrTextMoe",
 }
+
+#: Packages whose layers are known to compute the same when they are split, or are refused by their names.
+LIBRARIES = frozenset(
+    ("torch", "transformers", "peft", "accelerate", "trl", "sentence_transformers", "diffusers", "timm", "torchvision")
+    + ("liger_kernel", "kernels", "flash_attn", "bitsandbytes", "torchao", "hf_parallel")
+)
+#: Functions beside layers that scripts replace in a module of Transformers.
+OF_ATTENTION = ("apply_rotary_pos_emb", "rotate_half", "repeat_kv", "eager_attention_forward")
+
+
+def is_written_by_script(cls: type[nn.Module]) -> bool:
+    """Tell whether a class's forward, or a function beside it, such as `apply_rotary_pos_emb`, is a script's own."""
+    place = getattr(inspect.unwrap(cls.forward), "__module__", None) or ""
+    names = {place}
+    if place.startswith("transformers.models."):
+        beside = (vars(sys.modules[place]).get(name) for name in OF_ATTENTION)
+        names |= {one.__module__ for one in beside if isinstance(one, FunctionType)}
+    return not {name.partition(".")[0] for name in names if name} <= LIBRARIES

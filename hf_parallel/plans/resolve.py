@@ -21,6 +21,7 @@ from hf_parallel.axes.axis import Axis, Plan
 from hf_parallel.axes.data.units import shard_dim
 from hf_parallel.axes.order import AXES
 from hf_parallel.axes.tensor.axis import TensorPart
+from hf_parallel.axes.tensor.whole_layers import WHOLE_STYLES
 from hf_parallel.model.anatomy import Anatomy, ParameterFacts, read_anatomy
 
 
@@ -105,7 +106,7 @@ CUTS: dict[str, dict[str, int]] = {
     "rowwise": {"weight": 1},
     "embedding_rowwise": {"weight": 0},
     "heads": {"": 0},  # the style is the parameter's own
-    **dict.fromkeys(_SHARED, {}),
+    **dict.fromkeys((*_SHARED, *WHOLE_STYLES), {}),
 }
 #: Styles whose weights a grid of tp's ranks cuts along both dims.
 ON_GRID = ("colwise", "packed_qkv", "packed_halves", "falcon_qkv", "rowwise", "colwise_shared_heads")

@@ -1,5 +1,8 @@
 """An ordinary Accelerate loop, without Trainer and without a word of hf_parallel, against one process."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,8 +11,9 @@ from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
 from transformers import AutoModelForCausalLM, get_scheduler
 
 from tests.distributed import run, run_alone
+from tests.loops import rows
 from tests.rows import Rows
-from tests.training import Tolerance, activate, axes, none, number_differences, over, weight_differences
+from tests.training import Tolerance, activate, axes, check_alone, none, number_differences, over, weight_differences
 
 GLOBAL_BATCH = 8
 
@@ -120,3 +124,25 @@ def stops(spec: str) -> list[bool]:
 @pytest.mark.parametrize("spec", ["tp=2", "dp_shard=2"])
 def test_any_ranks_trigger_stops_all(spec):
     assert run(stops, 2, spec, init=False) == [[False, True, False]] * 2
+
+
+def read_copies(spec: str | None) -> list[float]:
+    """The first tokens of a shuffled loader and of a copy of it, read in turns; those of a pickled one, in order."""
+    activate(spec)
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(7)
+    loader = DataLoader(rows(11, 33), batch_size=4 // accelerator.num_processes, shuffle=True)
+    loader = accelerator.prepare(loader)
+    other = copy.deepcopy(loader)
+
+    def read(one) -> list[float]:
+        return [float(token) for batch in one for token in accelerator.gather_for_metrics(batch[:, 0])]
+
+    found = [token for one in (loader, other, loader, other) for token in read(one)]
+    return found + sorted(read(pickle.loads(pickle.dumps(loader))))
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2"])
+def test_copies_of_loaders(spec):
+    """A copy had the order of its original, and repeated rows of the last batch; pickle stopped."""
+    check_alone(read_copies, spec, init=False)

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from hf_parallel import parallelize
-from hf_parallel.hooks.accelerate.accelerator import MeshGradScaler
+from hf_parallel.hooks.loss_scales import MeshGradScaler
 from hf_parallel.ranks.mesh import get_stored
 from tests import models
 from tests.distributed import run, run_alone_once
@@ -18,15 +18,13 @@ from tests.training import FP16, activate, axes, check_numbers
 FAINT = 1e-6  # of the usual loss: gradients of logits are then around fp16's smallest numbers
 
 
-def steps(spec: str | None, scale: float) -> tuple[list[float], float]:
-    """Three steps under autocast; the losses and the last scale."""
+def steps(spec: str | None, scale: float, own: bool = False) -> tuple[list[float], float]:
+    """Three steps under autocast; the losses and the last scale. `own`: with a scaler that a loop makes itself."""
     model = models.build("llama").train()
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     if spec:
         parallelize(model, spec)
-        scaler = MeshGradScaler("cpu", init_scale=scale)
-        if model._hf_parallel.pipeline is not None:
-            model._hf_parallel.pipeline.services.scale_loss = scaler.scale
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale) if own else MeshGradScaler("cpu", init_scale=scale)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 / FAINT)
     tokens = torch.randint(0, models.VOCABULARY, (8, 16), generator=torch.Generator().manual_seed(5))
     losses = []
@@ -41,11 +39,12 @@ def steps(spec: str | None, scale: float) -> tuple[list[float], float]:
     return losses, scaler.get_scale()
 
 
+@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "pp=2", "tp=2,pp=2", "pp=2,dp_shard=2"])
-def test_faint_losses_train(spec):
+def test_faint_losses_train(spec, own):
     expected = run_alone_once(steps, None, 2.0**18)[0]
     assert expected[2] < expected[0] - 0.05
-    losses, scales = zip(*run(steps, axes(spec)["world"], spec, 2.0**18), strict=True)
+    losses, scales = zip(*run(steps, axes(spec)["world"], spec, 2.0**18, own), strict=True)
     check_numbers(losses, expected, FP16)
     assert set(scales) == {2.0**18}
 
@@ -67,8 +66,6 @@ def overflowing(spec: str | None, fused: bool = False) -> tuple[list[float], lis
         scaler = MeshGradScaler("cpu", init_scale=2.0**10, growth_interval=2)
         rank, size = dist.get_rank(), mesh.data_size
         share = slice(mesh.data_rank * 8 // size, (mesh.data_rank + 1) * 8 // size)
-        if model._hf_parallel.pipeline is not None:
-            model._hf_parallel.pipeline.services.scale_loss = scaler.scale
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if fused:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-2, fused=True)

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from hf_parallel.axes.data import gathered_once
 from tests import models
@@ -71,6 +71,48 @@ def test_gathered_for_each_token_where_there_is_no_room(tmp_path, spec, gathers)
         assert torch.equal(tokens, expected[0])
         assert losses == pytest.approx(expected[1], rel=1e-5)
         assert found == [gathers, gathers]
+
+
+# ---- an evaluation gathers weights once, if training holds whole ones -------------------------------------------
+
+
+class Halves(TrainerCallback):
+    """Halves a weight after the first batch of an evaluation."""
+
+    def on_prediction_step(self, args, state, control, model=None, **kwargs):
+        self.seen = getattr(self, "seen", 0) + 1
+        if self.seen == 1:
+            model.model.norm.weight.data.mul_(0.5)
+
+
+def evaluated_twice(spec, tmp_path, halves=False):
+    """Losses of two evaluations with a training between them, and how often units were gathered in each."""
+    data_ranks = activate(spec)
+    model = models.build("llama", vocab_size=515)
+    sets = {"train_dataset": Rows(11, 3, length=33), "eval_dataset": Rows(29, 4, length=33)}
+    trainer, _ = trainer_of(model, tmp_path, data_ranks, **sets)
+    trainer.add_callback(Halves() if halves else TrainerCallback())
+    found, gathers = [], []
+    for _ in range(2):
+        trainer.train()
+        with CountCollectives() as counted:
+            found.append(trainer.evaluate()["eval_loss"])
+        gathers.append(counted.counts["gather"])
+    return found, gathers
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_evaluation_gathers_weights_once(tmp_path, stage, halves):
+    """With zero_stage=3, and where a script's callback may change weights, for each batch."""
+    expected, _ = run_alone(evaluated_twice, None, str(tmp_path), halves)
+    few, many = sorted(
+        run(evaluated_twice, 2, f"dp_shard=2,zero_stage={one}", str(tmp_path), init=False)[0][1][0] for one in (1, 3)
+    )
+    assert many - few == 7 * 3  # units and batches but the first
+    for found, gathers in run(evaluated_twice, 2, f"dp_shard=2,zero_stage={stage}", str(tmp_path), halves, init=False):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert gathers == [few if stage < 3 and not halves else many] * 2
 
 
 # ---- an evaluation that takes the loss alone reads no logits ----------------------------------------------------

@@ -32,7 +32,34 @@ def put_norm(model):
     model.model.norm = torch.nn.LayerNorm(64)
 
 
-PUT = {"head": put_head, "score": put_score, "mlp": put_mlp, "norm": put_norm}
+def put_norms(model):
+    for layer in model.model.layers:
+        layer.post_attention_layernorm = torch.nn.LayerNorm(64)
+
+
+class LoRA(torch.nn.Module):
+    """As scripts write it: matrices of its own beside the linear that it is put around, which is frozen."""
+
+    def __init__(self, base, rank=5):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.A = torch.nn.Parameter(torch.randn(rank, base.in_features) / 10)
+        self.B = torch.nn.Parameter(torch.randn(base.out_features, rank) / 10)
+
+    def forward(self, x):
+        return self.base(x) + x @ self.A.T @ self.B.T
+
+
+def put_lora(model):
+    for layer in model.model.layers:
+        for owner in (layer.self_attn, layer.mlp):
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"):
+                if hasattr(owner, name):
+                    setattr(owner, name, LoRA(getattr(owner, name)))
+
+
+PUT = {"head": put_head, "score": put_score, "mlp": put_mlp, "norm": put_norm, "norms": put_norms}
+PUT |= {"lora": put_lora, "shared": put_lora}
 
 
 def script(spec, out, initial, what):
@@ -53,7 +80,8 @@ def script(spec, out, initial, what):
         optimizer.step()
         optimizer.zero_grad()
         logs.append({"loss": loss.item(), "grad_norm": float(norm)})
-    return Outcome(logs, keys)
+    model.save_pretrained(out)
+    return Outcome(logs, keys, out)
 
 
 @pytest.mark.parametrize("what", ["head", "score"])
@@ -64,13 +92,24 @@ def test_beside_the_layers(runs, spec, what):
 
 
 @pytest.mark.parametrize("what", ["mlp", "norm"])
-def test_in_a_layer(runs, what):
-    """Stages have whole layers; a tp rank would train on a part of the tokens what all ranks hold."""
-    initial = runs.initial("llama", **ODD)
-    runs.compare(script, "pp=2", initial, what)
+def test_in_a_layer_of_a_stage(runs, what):
+    """Stages have whole layers, and the one that computes with a layer saves it."""
+    runs.compare(script, "pp=2", runs.initial("llama", **ODD), what)
+
+
+@pytest.mark.parametrize("what", ["mlp", "lora", "shared"])
+@pytest.mark.parametrize("spec", layouts("library", "tp=2", "tp=2,sequence_parallel=false", "tp=2,pp=2"))
+def test_around_a_split_linear(runs, spec, what):
+    """The linear keeps its part; what is around it is whole on every rank."""
+    changes = {**ODD, "num_key_value_heads": 1} if what == "shared" else ODD
+    runs.compare(script, spec, runs.initial("llama", **changes), what)
+
+
+def test_beside_the_linears_of_a_split_layer(runs):
+    """A tp rank would train on a part of the tokens what all ranks hold."""
 
     def refused():
         with pytest.raises(SpecError, match="tp_size=2 .* PEFT works"):
-            script("tp=2", None, initial, what)
+            script("tp=2", None, runs.initial("llama", **ODD), "norms")
 
     run(refused, 2, init=False)

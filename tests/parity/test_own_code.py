@@ -112,6 +112,37 @@ class MeanMLP(modeling_llama.LlamaMLP):
         return out - self.mean
 
 
+class LoRA(nn.Module):
+    """Beside the linear that it is put around (Hu et al., 2022), with a bias and a norm."""
+
+    def __init__(self, linear):
+        super().__init__()
+        wide_in, wide_out = linear.weight.shape[::-1] if isinstance(linear, nn.Linear) else linear.weight.shape
+        self.linear, self.norm = linear, nn.LayerNorm(5)
+        self.A, self.B = nn.Linear(wide_in, 5, bias=False), nn.Linear(5, wide_out)
+
+    def forward(self, x):
+        return self.linear(x) + self.B(self.norm(self.A(x)))
+
+
+class MergedLoRA(nn.Linear):
+    """A linear that computes with the sum of its weights, as loralib's, of columns of one length (DoRA)."""
+
+    @classmethod
+    def around(cls, linear):
+        new = cls(linear.in_features, linear.out_features, bias=False)
+        new.weight.data.copy_(linear.weight.data)
+        new.A, new.B = (
+            nn.Parameter(torch.randn(5, new.in_features) / 10),
+            nn.Parameter(torch.randn(new.out_features, 5)),
+        )
+        return new
+
+    def forward(self, x):
+        weight = self.weight + self.B @ self.A / 10
+        return F.linear(x, weight / weight.norm(dim=1, keepdim=True))
+
+
 class PlacedEmbedding(nn.Module):
     """Learned positions, counted by itself."""
 
@@ -138,6 +169,11 @@ def change(model, kind):
         for layer in layers:
             layer.mlp.__class__ = {"squares": SquaredMLP, "norms": NormalisedMLP, "means": MeanMLP}[kind]
             layer.mlp.register_buffer("mean", torch.zeros(width))
+    elif kind in ("lora", "merged"):
+        for owner in (owner for layer in layers for owner in (layer.self_attn, layer.mlp)):
+            for name, linear in list(owner.named_children()):
+                if name in ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"):
+                    setattr(owner, name, LoRA(linear) if kind == "lora" else MergedLoRA.around(linear))
     elif kind == "attention":
         for layer in layers:
             layer.self_attn.__class__ = PlainAttention
@@ -164,6 +200,9 @@ def train(spec, kind):
     ("kind", "spec"),
     [
         *((kind, spec) for kind in ("adapters", "squares") for spec in ("tp=2", "cp=2", "tp=2,cp=2")),
+        *((kind, spec) for kind in ("lora", "merged") for spec in ("tp=2", "tp=2,sequence_parallel=false")),
+        ("lora", "tp=2,pp=2"),
+        ("merged", "tp=4"),
         ("attention", "tp=2"),
         ("attention", "pp=2"),
         ("prune", "cp=2"),
@@ -269,6 +308,22 @@ def test_below_a_head_that_takes_more_than_tokens():
     """The head reads whole outputs; its layers are tried without it."""
     check_numbers(run(_train_scored, 2, "tp=2", "adapters"), run_alone(_train_scored, None, "adapters"))
     run(_refuses_scored, 2, pattern_of_refusal("tp_size=2", "ShiftedLayer", works="sequence_parallel=false"))
+
+
+def train_packed(spec, name):
+    """LoRA on packed weights, and on those of which no plan is published, but not on all."""
+    model = models.build(name).train()
+    for key, linear in list(model.named_modules()):
+        owner, _, leaf = key.rpartition(".")
+        if leaf in ("c_attn", "c_proj", "qkv_proj", "gate_up_proj", "query_key_value"):
+            setattr(model.get_submodule(owner), leaf, LoRA(linear))
+    model = hf_parallel.parallelize(model, spec) if spec else model
+    return losses(model, [rows(3, 33).to(model.device)] * 3, rate=0.5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "phi3", "gpt_neox"])
+def test_lora_on_packed_weights(name):
+    check_numbers(run(train_packed, 2, "tp=2", name), run_alone(train_packed, None, name))
 
 
 # ---- classes that are loaded, and code that comes late --------------------------------------------------------------

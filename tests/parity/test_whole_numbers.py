@@ -8,11 +8,13 @@ import io
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
 
 from tests.distributed import run, run_alone_once
-from tests.training import activate, axes, close, layouts, none
+from tests.loops import rows, take_step
+from tests.training import activate, axes, check_alone, close, layouts, none
 
 ODD = {"num_hidden_layers": 3, "vocab_size": 515, "num_key_value_heads": 1}
 #: Relative; parts of a sum are off by a tenth and more. Sums in fp32 over other parts, means of numbers that cancel.
@@ -104,3 +106,23 @@ def test_a_sum_over_the_parameters_of_one_stage_is_told(initial):
     assert "pp_size=2" in line
     assert "clip_grad_norm" in line
     assert not other
+
+
+def clip_double(spec, folder):
+    """Norms and losses of three clipped steps of fp64 weights."""
+    activate(spec)
+    accelerator = Accelerator()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.2))
+    batch, found = rows(4, 33).to(accelerator.device), []
+    for _ in range(3):
+        # transformers' own loss takes the logits in fp32
+        loss = torch.nn.functional.cross_entropy(model(input_ids=batch).logits.flatten(0, 1), batch.flatten())
+        found += take_step(accelerator, model, optimizer, loss)
+    return found
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "pp=2"])
+def test_norms_of_double_precision(spec, initial):
+    """Single precision inside of the norm moved all clipped steps by 1e-8."""
+    check_alone(clip_double, spec, initial, tolerance=1e-13, init=False)

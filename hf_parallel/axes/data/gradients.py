@@ -289,22 +289,28 @@ def clip_over_mesh(
         if mesh_axis.layers and not of_stage and mesh.size(mesh_axis.name) > 1:
             dist.all_reduce(total, op=combine, group=mesh.group(mesh_axis.name))
     total = total if infinite else total ** (1.0 / norm_type)
+    held = [get_stored(p.grad) for p in parameters if p.grad is not None]
+    if not any(gradient.dtype == torch.float64 for gradient in held):
+        total = total.float()
     if max_norm != math.inf:
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # the formula of torch.nn.utils.clip_grad_norm_
-        for gradients in _group_by_device_and_dtype(get_stored(p.grad) for p in parameters if p.grad is not None):
+        for gradients in _group_by_device_and_dtype(held):
             torch._foreach_mul_(gradients, scale.to(gradients[0].device))
     return total
 
 
 def _sum_of_powers(gradients: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Return the sum of |g|^p over all elements, for the infinity norm the largest |g|; zero without gradients."""
+    """Return the sum of |g|^p over all elements, for the infinity norm the largest |g|; zero without gradients.
+
+    In fp64, whatever the gradients are: ranks add them up, and those of another stage may have another dtype.
+    """
     gradients = [gradient for gradient in gradients if gradient.numel()]  # an uneven shard can be empty
     if not gradients:
-        return torch.zeros((), device=device)
+        return torch.zeros((), dtype=torch.float64, device=device)
     parts = []
     for alike in _group_by_device_and_dtype(gradients):
         wide = torch.promote_types(alike[0].dtype, torch.float32)  # torch would round norms to the gradients' dtype
-        parts.append(torch.stack(torch._foreach_norm(alike, norm_type, dtype=wide)).float())
+        parts.append(torch.stack(torch._foreach_norm(alike, norm_type, dtype=wide)).double())
     stacked = torch.cat([part.to(device) for part in parts])  # one copy for all gradients on the host
     return stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
 

@@ -125,8 +125,7 @@ class Mirror:
         own = self._refresh()
         engine.services.before_run(True, calls[0].tokens)
         engine.latest_count = len(parts)
-        scale_loss = engine.services.scale_loss
-        scale = None if scale_loss is None else scale_loss(torch.ones((), device=engine.mesh.device))
+        scale = engine.compute_loss_scale()
         with apply_autocast_per_stage(engine) as autocast, collect_fresh_gradients(engine.trainable()) as fresh:
             empty = []  # outside a run the mirrored modules have no values, as all modules of other stages
             for module, leaf, value in [(*place, value) for places, value in self.copies for place in places]:

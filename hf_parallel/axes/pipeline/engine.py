@@ -133,8 +133,7 @@ def run_calls(engine: PipelineEngine, calls: list[ScheduledCall], held: HeldRun 
     engine.services.before_run(engine.model.training, calls[0].tokens)
     for one in torch_stages:
         one.reduces = held is None
-    scale_loss = engine.services.scale_loss
-    scale = None if scale_loss is None else scale_loss(torch.ones((), device=engine.mesh.device))
+    scale = engine.compute_loss_scale()
     losses: list[torch.Tensor] = []
     with apply_autocast_per_stage(engine) as autocast, collect_fresh_gradients(engine.trainable()) as fresh:
 

@@ -38,6 +38,7 @@ from hf_parallel.ranks import desync
 from hf_parallel.ranks.mesh import ParallelMesh, get_stored
 
 if TYPE_CHECKING:
+    from torch.amp import GradScaler
     from torch.distributed.pipelining.schedules import _PipelineSchedule
     from transformers import PreTrainedModel
     from transformers.utils import ModelOutput
@@ -65,6 +66,13 @@ class Pipelines:
         engine = self.engines[number]()
         assert engine is not None  # an engine lives as long as its model
         return engine
+
+
+@dataclass
+class LoopScale:
+    """The gradient scaler that a script has made itself, the last one if it has several."""
+
+    scaler: weakref.ref[GradScaler] | None = None
 
 
 class _OfMeshes(WeakKeyDictionary[ParallelMesh, Pipelines]):
@@ -194,6 +202,13 @@ class StageRunner:
         if self.tied_group is None:
             return []
         return self.services.at_rest([self.model.get_input_embeddings().weight])
+
+    def compute_loss_scale(self) -> torch.Tensor | None:
+        """Return the factor by which fp16 needs losses to be larger inside a schedule, or None."""
+        scale_loss, scaler = self.services.scale_loss, of_session(LoopScale).scaler
+        if scale_loss is None and scaler is not None and (found := scaler()) is not None:
+            scale_loss = found.scale
+        return None if scale_loss is None else scale_loss(torch.ones((), device=self.mesh.device))
 
     def balance_of(self, kwargs: Batch) -> Callable[[], CallBalance] | None:
         """Return what counts routers' choices in a call if it, or by default the model's config, asks for them."""

@@ -44,6 +44,7 @@ from hf_parallel.axes.tensor.tensor_parallel import (
     split_experts,
 )
 from hf_parallel.axes.tensor.vocab_parallel import apply_vocab_parallel, make_logits_whole
+from hf_parallel.axes.tensor.whole_layers import REPLACED, WHOLE
 from hf_parallel.model.anatomy import (
     does_draw_random_numbers,
     find_text_part,
@@ -57,7 +58,7 @@ from hf_parallel.model.anatomy import (
 )
 from hf_parallel.model.calls import get_tokens_of
 from hf_parallel.model.experts import ExpertFacts, is_experts, iterate_experts, read_expert_facts
-from hf_parallel.model.families import UNSPLITTABLE
+from hf_parallel.model.families import UNSPLITTABLE, is_written_by_script
 from hf_parallel.ranks import join_sequence
 from hf_parallel.ranks.devices import find_memory_obstacle
 from hf_parallel.ranks.local import hook_gradients_of_scalars, make_gradient_whole
@@ -115,6 +116,7 @@ class SplitFacts:
     kinds: dict[str, type] = field(default_factory=dict)
     linears: dict[str, tuple[int, int]] = field(default_factory=dict)  # input and output width
     transposed: frozenset[str] = frozenset()  # whose weight is [in, out]
+    of_script: frozenset[str] = frozenset()  # whose class no library has written
     sparse_lookups: frozenset[str] = frozenset()  # embeddings whose gradient or norm is one of rows
     kept_per_head: str | None = None  # an attention that keeps something for each head, and what it keeps
     norm_over_keys: str | None = None  # an attention with a norm over all key heads at once
@@ -145,7 +147,7 @@ def read_split(model: nn.Module, on_grid: bool = False) -> SplitFacts:
     try:
         styles = _find_styles(model)
     except SpecError as error:
-        return SplitFacts(name, heads, f"{name}: {error}")
+        return SplitFacts(name, heads, str(error) if str(error).startswith(f"{name}:") else f"{name}: {error}")
     modules = {key: model.get_submodule(key) for key, (style, _) in styles.items() if style != "heads"}
     lookups = {key: module for key, module in modules.items() if isinstance(module, nn.Embedding)}
     columns = [key for key, (style, _) in styles.items() if style == "colwise"]
@@ -163,6 +165,7 @@ def read_split(model: nn.Module, on_grid: bool = False) -> SplitFacts:
         kinds={key: type(module) for key, module in modules.items()},
         linears=linears,
         transposed=frozenset(key for key, module in modules.items() if isinstance(module, Conv1D)),
+        of_script=frozenset(key for key, module in modules.items() if is_written_by_script(type(module))),
         sparse_lookups=frozenset(sparse),
         kept_per_head=_find_kept_per_head(model, columns, heads),
         norm_over_keys=_find_norm_over_keys(model, columns),
@@ -246,6 +249,10 @@ def resolve_styles(facts: SplitFacts, tp_size: int, whole_experts: bool = False)
         }
         if facts.norm_over_keys is not None and any(style == "colwise_shared_heads" for style, _ in styles.values()):
             refuse(asked, f"{facts.norm_over_keys} has a norm over all key heads", f"tp_size={kv_heads}")
+    styles = {
+        name: (f"{WHOLE}{style}" if name in facts.of_script and style in REPLACED else style, origin)
+        for name, (style, origin) in styles.items()
+    }
     for name, (style, _) in styles.items():
         _check_layer(facts, name, style, tp_size)
     if whole_experts:
@@ -356,6 +363,8 @@ def check_grid(facts: SplitFacts, styles: Origins, config: ParallelConfig) -> No
     for name, (style, _) in styles.items():
         if style in ("shared_qkv", "shared_groups"):
             refuse(asked, f"ranks share keys that {name} holds beside queries", works)
+        if style.startswith(WHOLE):
+            refuse(asked, f"{name} is a layer of the script, which stays whole", works)
         if name not in facts.linears or style not in (*READERS, "rowwise"):
             continue
         width = facts.linears[name][style == "rowwise"]

@@ -10,6 +10,7 @@ What the structure cannot show is how one weight holds several, [q | k | v] or h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from torch import nn
@@ -18,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_parallel.ask.spec import refuse
 from hf_parallel.model.anatomy import find_stacks, get_text_config, has_own_parameters, is_norm
 from hf_parallel.model.experts import is_experts, iterate_experts
-from hf_parallel.model.families import PACKED
+from hf_parallel.model.families import PACKED, is_written_by_script
 
 Styles = dict[str, str]
 
@@ -125,14 +126,33 @@ def get_linear_sizes(module: nn.Linear | Conv1D) -> tuple[int, int]:
     return (module.nx, module.nf) if isinstance(module, Conv1D) else (module.in_features, module.out_features)
 
 
+def list_linears(part: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the sizes of the linears in `part` by name. A script's layer around one, such as LoRA, stands for it."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, module in part.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in found if outer):
+            continue
+        if isinstance(module, LINEARS):
+            found[name] = get_linear_sizes(module)
+        elif name and is_written_by_script(type(module)):
+            sizes = [get_linear_sizes(inner) for inner in module.modules() if isinstance(inner, LINEARS)]
+            sizes.sort(key=lambda one: one[0] * one[1])
+            # Of low rank are those beside it; an attention of the script's own has several as large.
+            if sizes and math.prod(sizes[-1]) > sum(map(math.prod, sizes[:-1])):
+                found[name] = sizes[-1]
+    return found
+
+
 def _infer_part(part: nn.Module, hidden: int) -> Styles:
     """Return styles by name inside the part (with its dot): none if it is no MLP, an error if an attention is odd."""
-    linears = {name: module for name, module in part.named_modules() if isinstance(module, LINEARS)}
+    linears = list_linears(part)
     attention = any(is_attention(module) for module in part.modules())
-    roles = _assign_roles({name: get_linear_sizes(module) for name, module in linears.items()}, hidden)
+    roles = _assign_roles(linears, hidden)
     if not attention:
         # Of an MLP only linears and norms hold parameters, so nothing mixes tokens.
-        owners = [module for module in part.modules() if has_own_parameters(module)]
+        inside = tuple(f"{name}." for name in linears if name)
+        named = [item for item in part.named_modules() if has_own_parameters(item[1])]
+        owners = [module for name, module in named if name not in linears and not name.startswith(inside)]
         if roles is None or not all(isinstance(module, LINEARS) or is_norm(module) for module in owners):
             return {}
     if roles is None:
@@ -141,8 +161,8 @@ def _infer_part(part: nn.Module, hidden: int) -> Styles:
     if len({name.rpartition(".")[0] for name in readers}) > 1:  # an attention and an MLP of its own, say
         refuse(f"the linears of {type(part).__name__}", "cannot be told apart")
     writer = next((name for name, role in roles.items() if role == "rowwise"), None)
-    halves = 0 if writer is None else 2 * get_linear_sizes(linears[writer])[0]
-    as_wide = any(get_linear_sizes(linears[name])[1] == halves for name in readers)
+    halves = 0 if writer is None else 2 * linears[writer][0]
+    as_wide = any(linears[name][1] == halves for name in readers)
     for name in readers:
         owner = part.get_submodule(name.rpartition(".")[0])
         known = find_packed_weight_style(owner, name.rpartition(".")[2])

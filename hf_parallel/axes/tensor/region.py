@@ -263,6 +263,11 @@ READERS = {
     "falcon_qkv",
     "shared_qkv",
     "shared_groups",
+    "whole_colwise",
+    "whole_packed_halves",
+    "whole_packed_qkv",
+    "whole_falcon_qkv",
+    "whole_colwise_shared_heads",
 }
 #: Inputs beside the first that the heads of all ranks read: whole on every rank.
 READ_BESIDES = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "rel_embeddings")

@@ -13,6 +13,7 @@ the number of layers that read it, so there is one collective forward and one ba
     embedding_heads, heads           plain, Shard(0)    one number per head: this rank's
     colwise_gather_output            Shard(0)           head and embedding over the vocabulary: vocab_parallel.py
     embedding_rowwise                Shard(0)
+    whole_*                          plain              a layer of a script: whole_layers.py
 
 On a grid of the ranks weights are cut along their other dim, too: `grid.py`.
 """
@@ -45,6 +46,7 @@ from hf_parallel.axes.tensor.layers import (
     put_mixin_on,
 )
 from hf_parallel.axes.tensor.region import READERS, Region, use_local_heads
+from hf_parallel.axes.tensor.whole_layers import WHOLE_STYLES
 from hf_parallel.model.anatomy import is_norm, make_packed_order, read_attention_heads
 from hf_parallel.model.experts import ExpertFacts, read_expert_facts
 from hf_parallel.ranks import (
@@ -243,6 +245,7 @@ _STYLES: dict[str, Callable[..., object]] = {
 }
 #: Styles of linears alone.
 FOR_LINEARS = set(_STYLES) - {"embedding_heads", "heads", "replicated_with_grad_allreduce"}
+_STYLES |= WHOLE_STYLES
 
 
 # ---- Experts that are split inside: each rank has a part of the width of every one, and sees every token

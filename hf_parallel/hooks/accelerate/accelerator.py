@@ -8,13 +8,11 @@ import functools
 import os
 import types
 from collections.abc import Callable, Iterable, Iterator
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from transformers.utils import ModelOutput
 
@@ -34,6 +32,8 @@ from hf_parallel.checkpoint.codes import count_unlike_blocks
 from hf_parallel.hooks import bitsandbytes, hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate import loop_losses
 from hf_parallel.hooks.accelerate.paired_losses import PairedLoss
+from hf_parallel.hooks.loss_scales import scale_together
+from hf_parallel.hooks.module_hooks import tell_of_earlier_hooks
 from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.hooks.peft.before import make_parallel_below
 from hf_parallel.hooks.trainer import bad_numbers, means
@@ -42,75 +42,12 @@ from hf_parallel.model.anatomy import list_transformer_blocks
 from hf_parallel.model.calls import bind_by_name
 from hf_parallel.model.families import MASKED_MEANS
 from hf_parallel.ranks import desync
-from hf_parallel.ranks.local import WholeWhenRead, get_local, whole_when_read
+from hf_parallel.ranks.local import WholeWhenRead, whole_when_read
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, LocalSGD
-    from torch.amp import GradScaler
 
     from hf_parallel.apply.parallelize import ParallelState
-
-
-# ---- fp16: one loss scale for all ranks, although each sees only its own gradients ----------------------------------
-
-
-class MeshGradScaler(ShardedGradScaler):
-    """torch's scaler for sharded gradients: all ranks skip a step if one of them finds an overflow.
-
-    torch's kernel does not take gradients of several meshes, so it is given this rank's parts.
-    """
-
-    def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object
-    ) -> dict[torch.device, torch.Tensor]:
-        return super()._unscale_grads_(_take_parts(optimizer), *args, **kwargs)  # type: ignore[arg-type]
-
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict:
-        """Find overflows on all ranks, for fused optimizers, which unscale by themselves; torch asks one rank."""
-        return _find_on_all_ranks(super()._check_inf_per_device(optimizer), self._device)
-
-
-@patch("torch.amp.grad_scaler:GradScaler._unscale_grads_", "takes no gradients of two meshes, and asks one rank")
-def unscale_grads(
-    original: Callable, self: GradScaler, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object
-) -> dict[torch.device, torch.Tensor]:
-    """Unscale this rank's parts, and skip a step if any rank has an overflow: of scalers that a loop makes itself."""
-    active = runtime.current()
-    if active is None or active.config.world_size == 1 or isinstance(self, ShardedGradScaler):
-        return original(self, optimizer, *args, **kwargs)
-    return _find_on_all_ranks(original(self, _take_parts(optimizer), *args, **kwargs), active.mesh.device)
-
-
-def _take_parts(optimizer: torch.optim.Optimizer) -> SimpleNamespace:
-    """Return tensors whose gradients are this rank's parts of those of an optimizer's parameters."""
-    gradients = [get_local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    parts = [gradient.detach() for gradient in gradients]
-    for part, gradient in zip(parts, gradients, strict=True):
-        part.grad = gradient
-    return SimpleNamespace(param_groups=[{"params": parts}])
-
-
-def _find_on_all_ranks(found: dict[Any, torch.Tensor], device: Any) -> dict[Any, torch.Tensor]:
-    """Add up over all ranks, in place, the numbers of overflows by device; they are sent from `device`."""
-    for here in found.values():
-        carrier = here.to(device)
-        dist.all_reduce(carrier)
-        here.copy_(carrier)
-    return found
-
-
-def scale_together(accelerator: Accelerator) -> None:
-    """Replace the script's gradient scaler by one for all ranks with the same settings. Call it before `prepare`."""
-    given = accelerator.scaler
-    if given is None or isinstance(given, MeshGradScaler) or not given.is_enabled():
-        return
-    accelerator.scaler = MeshGradScaler(
-        runtime.mesh().device.type,
-        init_scale=given.get_scale(),
-        growth_factor=given.get_growth_factor(),
-        backoff_factor=given.get_backoff_factor(),
-        growth_interval=given.get_growth_interval(),
-    )
 
 
 # ---- Which settings of Accelerate any layout keeps: another engine, fp8 of its own and hooks of DDP are refused
@@ -222,7 +159,7 @@ def make_parallel(model: nn.Module) -> None:
                 add_late_parameters(state.root, state.mesh)
         return
     make = functools.partial(parallelize_model, mesh=runtime.mesh())
-    with note_former_parameters(model):
+    with note_former_parameters(model), tell_of_earlier_hooks(model):
         if hasattr(model, "peft_config"):
             make_parallel_below(model, make)
         else:

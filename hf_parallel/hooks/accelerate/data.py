@@ -185,6 +185,9 @@ def set_epoch_of_loader(original: Callable, self: DataLoaderShard, epoch: int) -
 @patch("accelerate.data_loader:DataLoaderStateMixin.begin", "takes the length of the data set for its sampler's")
 def begin_pass(original: Callable, self: Any) -> None:
     """Count what the last batch has of the rows that the sampler draws, which may be fewer or more than there are."""
+    from accelerate.state import GradientState
+
+    self.gradient_state = GradientState()  # a copy of a loader has a copy of the state, which nobody asks
     original(self)
     self.remainder_by_length = self.remainder  # where one process cuts what it gathers from the last batch
     sampler: Any = getattr(self, "batch_sampler", None)

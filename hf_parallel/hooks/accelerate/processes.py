@@ -75,6 +75,10 @@ class RandomStream:
             cls.latest.rejoin()
         return cls.latest
 
+    def __deepcopy__(self, memo: object) -> RandomStream:
+        """Let a copy of a loader draw from the same numbers as the loader, as in one process."""
+        return self
+
     def rejoin(self) -> None:
         """Go on from the generators that have drawn something else since, as one process does. Collective.
 
@@ -251,12 +255,14 @@ class CountedBatch(NamedTuple):
 
 
 def read_loader_from(loader: DataLoaderShard, place: Place, empty: bool = False) -> None:
-    """Read `loader` from `place` on. What is put on it can be pickled, as accelerate's own loaders."""
-    loader.base_dataloader.__iter__ = functools.partial(_read_epoch, loader, place, empty)
+    """Read `loader` from `place` on."""
+    base: Any = loader.base_dataloader
+    # Copied and pickled with the loader: a function would go on to read the loader that it was made for.
+    base.__iter__ = functools.partial(_iterate_from, loader, place, empty)
     loader._place = place
 
 
-def _read_epoch(loader: DataLoaderShard, place: Place, empty: bool) -> Iterator:
+def _iterate_from(loader: DataLoaderShard, place: Place, empty: bool) -> Iterator:
     base = loader.base_dataloader
     return place.batches(loader, lambda: _count_batches(loader, type(base).__iter__(base)), empty)
 

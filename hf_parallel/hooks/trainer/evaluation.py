@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import random
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,6 +18,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.data.gathered_once import keep_gathered
+from hf_parallel.axes.data.zero import separate_dtypes_at_first
 from hf_parallel.hooks import hangs, report, runtime
 from hf_parallel.hooks.accelerate.data import count_sharing_ranks, refuse_cut_examples
 from hf_parallel.hooks.accelerate.shares import (
@@ -237,6 +241,10 @@ def _are_rows_in_turns(dataloader: DataLoader, each: int) -> bool:
     return False
 
 
+#: Libraries whose steps and callbacks change no weights while a model is evaluated.
+_LIBRARIES = {"transformers", "trl", "accelerate", "sentence_transformers", "hf_parallel"}
+
+
 @patch("transformers.trainer:Trainer.evaluation_loop", "weighs batches that are split over ranks by whole ones")
 def evaluation_loop(original: Callable, self: Trainer, *args: object, **kwargs: object) -> object:
     """With split_batches=True a data rank has a part of `per_device_eval_batch_size` examples, whose loss counts.
@@ -251,8 +259,25 @@ def evaluation_loop(original: Callable, self: Trainer, *args: object, **kwargs: 
     if split and runtime.mesh().data_size > 1:
         sizes["per_device_eval_batch_size"] = self.args.per_device_eval_batch_size // runtime.mesh().data_size
     loader = bind_by_name(original, (self, *args), kwargs).get("dataloader")
-    with replacing(self.args, **sizes), replacing(record_of(self), eval_loader=loader):
+    with replacing(self.args, **sizes), replacing(record_of(self), eval_loader=loader), _keep_weights_gathered(self):
         return original(self, *args, **kwargs)
+
+
+def _keep_weights_gathered(trainer: Trainer) -> contextlib.AbstractContextManager:
+    """Gather weights once in an evaluation if each rank holds whole ones in training.
+
+    A script's own step or callback may put averages in their place for some batches: then for each batch.
+    """
+    state, kind = runtime.find_parallel_state(trainer.model), type(trainer)
+    called = [kind.prediction_step, kind.compute_loss, *vars(trainer).values()]
+    called += [type(callback).on_prediction_step for callback in trainer.callback_handler.callbacks]
+    places = {getattr(inspect.unwrap(one), "__module__", "") for one in called if isinstance(one, types.FunctionType)}
+    own = {place.partition(".")[0] for place in places} - _LIBRARIES
+    casts = trainer.args.bf16_full_eval or trainer.args.fp16_full_eval
+    if own or casts or state is None or state.pipeline is not None or state.config.zero_stage not in (1, 2):
+        return contextlib.nullcontext()
+    separate_dtypes_at_first(state.root)
+    return keep_gathered(state.root, state.mesh)
 
 
 def evaluate_real_rows(

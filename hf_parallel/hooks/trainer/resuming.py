@@ -218,8 +218,6 @@ def init_training_state(
 
     counts = (max_steps, num_update_steps_per_epoch, num_train_epochs)
     found = deal.find_place_to_go_on(original, self, *counts, resume_from_checkpoint, trial)
-    if self.state.global_step >= max_steps:  # of a run that had ended Trainer takes one more step
-        return num_train_epochs, 0
     if resume_from_checkpoint is None or self.args.ignore_data_skip or has_length(self.train_dataset):
         return found
     with open(os.path.join(resume_from_checkpoint, "trainer_state.json"), encoding="utf-8") as file:
