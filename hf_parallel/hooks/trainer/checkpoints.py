@@ -79,6 +79,7 @@ class TrainerRecord:
         step: the step in progress; outside of steps one without repeated rows.
         rows_per_example: as the last full batch told, such as two in a batch of [chosen; rejected].
         in_turns: are the rows of an example behind one another, unlike in [chosen; rejected]?
+        rows_vary: have some examples of the last ragged batch's loader more rows than others?
         loss_plans: the entries of a batch -> how the script's loss is scheduled; None if it needs whole batches.
         weighs: does the script weigh means by the count of targets itself? None: not seen yet.
         computes: does the script's `compute_loss` run just now?
@@ -110,6 +111,7 @@ class TrainerRecord:
     step: StepRecord = field(default_factory=StepRecord)
     rows_per_example: int = 1
     in_turns: bool = False
+    rows_vary: bool = False
     loss_plans: dict[tuple[str, ...], Plan | None] = field(default_factory=dict)
     weighs: bool | None = None
     computes: bool = False
