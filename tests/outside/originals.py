@@ -15,6 +15,7 @@ from tests.outside.inferring import INFERRING
 from tests.outside.less import LESS
 from tests.outside.llama_factory import FACTORY
 from tests.outside.lmflow import LMFLOW
+from tests.outside.loops import LOOPS
 from tests.outside.methods import METHODS
 from tests.outside.native import NATIVE
 from tests.outside.notebooks import NOTEBOOKS
@@ -693,6 +694,7 @@ ORIGINALS = {
     **INFERRING,
     **LESS,
     **LMFLOW,
+    **LOOPS,
     **OPEN_R1,
     **PEFT,
     **FACTORY,
