@@ -10,11 +10,13 @@ from tests.outside.chronos import CHRONOS
 from tests.outside.colpali import COLPALI
 from tests.outside.course import COURSE
 from tests.outside.diffusion import DIFFUSION
+from tests.outside.editing import EDITING
 from tests.outside.gliner import GLINER
 from tests.outside.inferring import INFERRING
 from tests.outside.less import LESS
 from tests.outside.llama_factory import FACTORY
 from tests.outside.lmflow import LMFLOW
+from tests.outside.looking import LOOKING
 from tests.outside.loops import LOOPS
 from tests.outside.methods import METHODS
 from tests.outside.native import NATIVE
@@ -694,6 +696,8 @@ ORIGINALS = {
     **INFERRING,
     **LESS,
     **LMFLOW,
+    **EDITING,
+    **LOOKING,
     **LOOPS,
     **OPEN_R1,
     **PEFT,
