@@ -24,6 +24,7 @@ from tests.outside.notebooks import NOTEBOOKS
 from tests.outside.open_r1 import OPEN_R1
 from tests.outside.own_trainers import OWN_TRAINERS
 from tests.outside.peft_examples import PEFT
+from tests.outside.private import PRIVATE
 from tests.outside.trl_examples import TRL_EXAMPLES
 from tests.outside.tuning import TUNING
 
@@ -697,6 +698,7 @@ ORIGINALS = {
     **LESS,
     **LMFLOW,
     **EDITING,
+    **PRIVATE,
     **LOOKING,
     **LOOPS,
     **OPEN_R1,

@@ -1,4 +1,4 @@
-"""EasyEdit's tuning of single weights, read from its checkout: it clamps weights in place and puts differences back."""
+"""EasyEdit's tuning of single weights, read from its checkout: clamped in place, and put back as differences."""
 
 import argparse
 import types
