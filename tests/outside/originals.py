@@ -25,6 +25,7 @@ from tests.outside.open_r1 import OPEN_R1
 from tests.outside.own_trainers import OWN_TRAINERS
 from tests.outside.peft_examples import PEFT
 from tests.outside.private import PRIVATE
+from tests.outside.robots import ROBOTS
 from tests.outside.trl_examples import TRL_EXAMPLES
 from tests.outside.tuning import TUNING
 
@@ -699,6 +700,7 @@ ORIGINALS = {
     **LMFLOW,
     **EDITING,
     **PRIVATE,
+    **ROBOTS,
     **LOOKING,
     **LOOPS,
     **OPEN_R1,
