@@ -14,34 +14,10 @@ from torch.utils.data import DataLoader
 
 from tests.outside.stand_ins import stand_for
 
-stand_for(
-    "imageio",
-    "cv2",
-    "av",
-    "gymnasium",
-    "rerun",
-    "wandb",
-    "deepdiff",
-    "jsonlines",
-    "torchcodec",
-    "serial",
-    "pynput",
-    "zmq",
-)
-
+CHUNK = 8
+ABSENT = ("imageio", "cv2", "av", "gymnasium", "rerun", "wandb", "deepdiff", "jsonlines", "torchcodec", "serial")
 #: Its list of all policies imports models that Transformers 5 cannot define.
 LEROBOT = Path(importlib.util.find_spec("lerobot").origin).parent
-sys.modules["lerobot.policies"] = types.ModuleType("lerobot.policies")
-sys.modules["lerobot.policies"].__path__ = [str(LEROBOT / "policies")]
-
-from lerobot.configs.types import FeatureType, NormalizationMode, PolicyFeature
-from lerobot.policies.act.configuration_act import ACTConfig
-from lerobot.policies.act.modeling_act import ACTPolicy
-from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
-from lerobot.policies.diffusion.modeling_diffusion import DiffusionPolicy
-from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
-
-CHUNK = 8
 
 
 def read_step():
@@ -69,6 +45,16 @@ def draw(count: int, pads: bool, steps: int) -> list[dict]:
 
 
 def main():
+    stand_for(*ABSENT, "pynput", "zmq")
+    sys.modules["lerobot.policies"] = types.ModuleType("lerobot.policies")
+    sys.modules["lerobot.policies"].__path__ = [str(LEROBOT / "policies")]
+    from lerobot.configs.types import FeatureType, NormalizationMode, PolicyFeature
+    from lerobot.policies.act.configuration_act import ACTConfig
+    from lerobot.policies.act.modeling_act import ACTPolicy
+    from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
+    from lerobot.policies.diffusion.modeling_diffusion import DiffusionPolicy
+    from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
+
     options = argparse.ArgumentParser()
     for name in ("kind", "output_dir"):
         options.add_argument(f"--{name}")
