@@ -48,7 +48,7 @@ def refuse_unsloth(original: Callable, *args: object, **kwargs: object) -> NoRet
 
 
 @patch("opacus.privacy_engine:PrivacyEngine.make_private", "keeps a gradient of each example, by hooks of each module")
-def refuse_private_gradients(original: Callable, self: Any, *args: object, **kwargs: object) -> object:
+def refuse_private_gradients(original: Callable, self: Any, *args: Any, **kwargs: Any) -> object:
     """Refuse to clip the gradients of single examples of a parallel model: ranks hold parts of them."""
     model = kwargs.get("module", args[0] if args else None)
     if model is not None and any(runtime.find_parallel_state(part) is not None for part in model.modules()):
