@@ -331,8 +331,7 @@ def evaluate_real_rows(
     gathers_all = self.gather_function == self.accelerator.gather  # as Seq2SeqTrainer does
     if loss is not None:
         loss = _average_loss(self, loss, share, gathers_all)
-    if step.real_rows is not None:
-        # Full again where `gather_for_metrics` drops the repeats.
+    if step.real_rows is not None:  # full again where `gather_for_metrics` drops the repeats
         if rows.JOINED in batch or gathers_all:
             logits, labels = rows.without_stand_in((logits, labels), real)
         else:
