@@ -1,6 +1,6 @@
 """Front ends with loaders or forward passes of their own, and torchmetrics.
 
-ms-swift deals to data ranks, metrics are gathered over them, and Unsloth is refused.
+ms-swift deals to data ranks, metrics are gathered over them, and Unsloth and Opacus are refused.
 """
 
 from __future__ import annotations
@@ -45,6 +45,16 @@ def refuse_unsloth(original: Callable, *args: object, **kwargs: object) -> NoRet
     why = "Unsloth replaces forward passes and steps of Trainer that a layout has to split"
     do = "AutoModelForCausalLM.from_pretrained and PEFT's get_peft_model work, in a script without `import unsloth`"
     refuse("FastLanguageModel", why, do=do)
+
+
+@patch("opacus.privacy_engine:PrivacyEngine.make_private", "keeps a gradient of each example, by hooks of each module")
+def refuse_private_gradients(original: Callable, self: Any, *args: Any, **kwargs: Any) -> object:
+    """Refuse to clip the gradients of single examples of a parallel model: ranks hold parts of them."""
+    model = kwargs.get("module", args[0] if args else None)
+    if model is not None and any(runtime.find_parallel_state(part) is not None for part in model.modules()):
+        why = "Opacus keeps the gradient of each example by hooks of modules, which a layout splits"
+        refuse("PrivacyEngine.make_private", why, do="one process works, or Opacus with a model that is not parallel")
+    return original(self, *args, **kwargs)
 
 
 @patch("torchmetrics.metric:Metric.sync", "gathers over all processes, and so twice what ranks of one model share")

@@ -32,6 +32,7 @@ CHECKED = {
     "swift": ("4.6", "4.6"),
     "torchmetrics": ("1.9", "1.9"),
     "unsloth": ("2026.10", "2026.10"),
+    "opacus": ("1.6", "1.6"),
 }
 #: The same of torch. Of what is not public only versions before 2.15 are patched: a newer one may well work, and is
 #: only told about.
@@ -39,7 +40,8 @@ TORCH = ("2.11", "2.15")
 #: What GPUs have run is torch 2.13's NCCL backend; torch 2.15 takes another one, unless the environment says no.
 FORMER_NCCL = "TORCH_DIST_USE_NCCL2"
 #: Libraries that may be missing, and are patched when a script imports them: nobody else should wait for them.
-OPTIONAL = {"peft", "trl", "bitsandbytes", "sentence_transformers", "setfit", "swift", "torchmetrics", "unsloth"}
+OPTIONAL = {"peft", "trl", "bitsandbytes", "sentence_transformers", "setfit", "swift", "torchmetrics"}
+OPTIONAL |= {"opacus", "unsloth"}
 #: Set to 1 to go on with an older torch, at your own risk.
 ALLOW_UNKNOWN = "HF_PARALLEL_ALLOW_UNKNOWN_VERSIONS"
 

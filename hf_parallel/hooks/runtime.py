@@ -175,7 +175,9 @@ def connect_process_group() -> None:
     with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):  # the script itself will say
         seconds = getattr(flags.parse_known_args(sys.argv[1:])[0], "ddp_timeout", None)
     limit = timedelta(seconds=float(os.environ.get(TIME_OUT) or 1800) if seconds is None else seconds)
-    PartialState(cpu=not torch.accelerator.is_available(), timeout=limit, **rendezvous.make_own_store())
+    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=limit, **rendezvous.make_own_store())
+    if state.device.type == "cpu":
+        state.device = torch.device("cpu")  # as in one process, where torch.load takes it: it knows no "cpu:0"
     if connection.made:
         rendezvous.refuse_unlike_platforms(dist.distributed_c10d._get_default_store(), dist.get_rank())
     # Python and NumPy seed every process anew: a script without a seed would order its rows anew on each rank. Those

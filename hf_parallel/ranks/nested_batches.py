@@ -4,6 +4,7 @@ Their tensors are looked at by path, as those of a batch that is one dictionary.
 
     {"forget": {"input_ids": a, "labels": b}, "retain": {…}}  <->  {"/forget/input_ids": a, "/forget/labels": b, …}
     ([a, b], [c, d])                                          <->  {"/0/0": a, "/0/1": b, "/1/0": c, "/1/1": d}
+    ({"input_ids": a}, [0, 2, 5])                             <->  {"/0/input_ids": a, "/1/0": 0, "/1/1": 2, …}
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ BETWEEN = "/"
 def is_nested(batch: object) -> bool:
     """Return whether the batch has batches in it, or is a sequence of tensors rather than a dictionary.
 
-    A list in a dictionary is no batch: it holds one thing per example, such as a text.
+    A list in a dictionary is no batch: it holds one thing per example, such as a text. Beside a dictionary in a
+    sequence may be anything, such as where the rows of each example begin.
     """
     if isinstance(batch, Mapping):
         return any(isinstance(value, Mapping) for value in batch.values())
-    return isinstance(batch, (list, tuple)) and bool(batch) and all(_is_part(value) for value in batch)
+    if not isinstance(batch, (list, tuple)) or not batch:
+        return False
+    return any(isinstance(value, Mapping) for value in batch) or all(_is_part(value) for value in batch)
 
 
 def _is_part(value: object) -> bool:
-    return torch.is_tensor(value) or isinstance(value, Mapping) or is_nested(value)
+    return torch.is_tensor(value) or is_nested(value)
 
 
 def _map_values(batch: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:

@@ -73,3 +73,17 @@ BORROWED["tofu finetune"] = borrowed("tofu", "CustomTrainer")
 for loss in ("grad_ascent", "grad_diff", "KL", "idk"):
     settings = {"forget_loss": loss, "oracle_model": loss == "KL", "eval_cfg": None}
     BORROWED[f"tofu forget, {loss}"] = borrowed("tofu", "CustomTrainerForgetting", settings)
+ASSISTANTS = {
+    "sft": ("SFTTrainer", {"loss_function": "CrossEntropyLoss"}, {}),
+    "sft, accumulated": ("SFTTrainer", {"loss_function": "CrossEntropyLoss"}, {"gradient_accumulation_steps": 2}),
+    "rm": ("RMTrainer", {"loss_function": "RMLoss"}, {}),
+    "rm, accumulated": ("RMTrainer", {"loss_function": "RMLoss"}, {"gradient_accumulation_steps": 2}),
+}
+ASSISTANTS |= {f"{name}, prepared": (f"Prepared{kind}", *more) for name, (kind, *more) in ASSISTANTS.items()}
+ASSISTANTS["rm, prepared, full batches"] = (
+    "PreparedRMTrainer",
+    {"loss_function": "RMLoss"},
+    {"dataloader_drop_last": True},
+)
+for name, (kind, settings, training) in ASSISTANTS.items():
+    BORROWED[f"Open-Assistant trainer_{name}"] = borrowed("assistants", kind, settings, **training)

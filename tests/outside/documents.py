@@ -5,6 +5,7 @@ import math
 import random
 from pathlib import Path
 
+import torch
 import transformers
 from datasets import Dataset, DatasetDict, Features, Image, List, Value
 
@@ -38,6 +39,7 @@ def write_all(root: str) -> None:
     write_spans(Path(root))
     write_series(Path(root))
     write_token_summaries(Path(root))
+    write_judged_answers(Path(root))
 
 
 def write_pages(root: Path) -> None:
@@ -197,3 +199,21 @@ def write_token_summaries(root: Path) -> None:
     counts = {"train": 32, "validation": 16, "test": 16, "validation_cnndm": 16}
     splits = {split: Dataset.from_list([row(index) for index in range(count)]) for split, count in counts.items()}
     DatasetDict(splits).save_to_disk(root / "token-summaries")
+
+
+def write_judged_answers(root: Path) -> None:
+    """Write questions as tokens with four answers each, of which people liked one best."""
+    draw, rows = random.Random(11), []
+    for _ in range(40):
+        row = {"query": [draw.randrange(7, materials.VOCABULARY) for _ in range(12)], "best": draw.randrange(4)}
+        for number in range(4):
+            row[f"sample{number}"] = [draw.randrange(7, materials.VOCABULARY) for _ in range(5)]
+        rows.append(row)
+    materials.write(root / "judged" / "train.jsonl", rows)
+    state = transformers.AutoModelForCausalLM.from_pretrained(root / "gpt2").state_dict()
+    state = {f"lm_backbone.{name}": value for name, value in state.items()}
+    head = torch.randn(1, 32, generator=torch.Generator().manual_seed(3))
+    state |= {"scalar_head.weight": head, "scalar_head.bias": torch.zeros(1)}
+    torch.save(
+        {**state, "reward_gain": torch.tensor(1.5), "reward_bias": torch.tensor(0.5)}, root / "judged" / "rewards.pt"
+    )

@@ -10,17 +10,22 @@ from tests.outside.chronos import CHRONOS
 from tests.outside.colpali import COLPALI
 from tests.outside.course import COURSE
 from tests.outside.diffusion import DIFFUSION
+from tests.outside.editing import EDITING
 from tests.outside.gliner import GLINER
 from tests.outside.inferring import INFERRING
 from tests.outside.less import LESS
 from tests.outside.llama_factory import FACTORY
 from tests.outside.lmflow import LMFLOW
+from tests.outside.looking import LOOKING
+from tests.outside.loops import LOOPS
 from tests.outside.methods import METHODS
 from tests.outside.native import NATIVE
 from tests.outside.notebooks import NOTEBOOKS
 from tests.outside.open_r1 import OPEN_R1
 from tests.outside.own_trainers import OWN_TRAINERS
 from tests.outside.peft_examples import PEFT
+from tests.outside.private import PRIVATE
+from tests.outside.robots import ROBOTS
 from tests.outside.trl_examples import TRL_EXAMPLES
 from tests.outside.tuning import TUNING
 
@@ -693,6 +698,11 @@ ORIGINALS = {
     **INFERRING,
     **LESS,
     **LMFLOW,
+    **EDITING,
+    **PRIVATE,
+    **ROBOTS,
+    **LOOKING,
+    **LOOPS,
     **OPEN_R1,
     **PEFT,
     **FACTORY,

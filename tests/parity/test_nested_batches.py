@@ -1,5 +1,7 @@
 """Batches of batches, as unlearning has them: rows to forget and rows to keep, in dictionaries or in tuples."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -70,15 +72,33 @@ class Places(Difference):
         return forgotten.loss + model(others).logits[:, 0].square().mean()
 
 
+def beside_ends(rows: list[dict]) -> tuple[dict, list[int]]:
+    """One to three answers to each question as one batch, and where those of a question end."""
+    counts = [1 + int(row["forget"]["input_ids"][0]) % 3 for row in rows]
+    answers = [row["keep"] for row, count in zip(rows, counts, strict=True) for _ in range(count)]
+    return pad(answers), list(accumulate(counts))
+
+
+class Answers(Difference):
+    """A mean over questions of means over their answers."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        batch, ends = inputs
+        scores = model(batch["input_ids"]).logits[:, 0].square().mean(dim=-1)
+        return torch.stack([part.mean() for part in scores.tensor_split(ends[:-1])]).mean()
+
+
 KINDS = {"difference": (Difference, by_name), "ascent": (Ascent, by_name), "places": (Places, by_place)}
+KINDS["answers"] = (Answers, beside_ends)
 
 
-def train(spec: str | None, out: str, kind: str) -> Outcome:
+def train(spec: str | None, out: str, kind: str, full: bool = False, steps: int = 1) -> Outcome:
     """Three steps, of which the last is ragged: of 22 rows, on four data ranks, one has none."""
     data_ranks = activate(spec)
     trainer_class, collate = KINDS[kind]
     sets = {"train_dataset": Both(22, 11), "eval_dataset": Both(13, 21), "data_collator": collate}
     settings = {"per_device_train_batch_size": 8 // data_ranks, "remove_unused_columns": False}
+    settings |= {"dataloader_drop_last": full, "gradient_accumulation_steps": steps}
     return fit(*trainer_of(models.build("llama"), out, data_ranks, settings, trainer_class, **sets))
 
 
@@ -94,6 +114,19 @@ def train(spec: str | None, out: str, kind: str) -> Outcome:
 )
 def test_a_batch_of_batches_gives_the_numbers_of_one_process(runs, kind, spec):
     runs.compare(train, spec, kind)
+
+
+@pytest.mark.parametrize(
+    ("spec", "full", "steps"),
+    [("dp_shard=2", True, 1), ("pp=2,dp_shard=2", True, 1), ("pp=2", False, 2), ("tp=2", False, 1)],
+)
+def test_a_batch_beside_which_something_else_stands(runs, spec, full, steps):
+    runs.compare(train, spec, "answers", full, steps)
+
+
+def test_repeated_examples_of_unlike_numbers_of_rows_are_refused(tmp_path):
+    with pytest.raises(RankFailure, match="unlike numbers of rows.*dataloader_drop_last=True works"):
+        run(train, 2, "dp_shard=2", str(tmp_path), "answers", init=False)
 
 
 class Unshared(Difference):
@@ -114,9 +147,10 @@ def test_a_loader_of_such_batches_that_all_data_ranks_read_alike_is_refused(tmp_
 
 def test_parts_keep_their_form():
     a, b, c = (torch.tensor([i]) for i in range(3))
-    for batch in ({"x": {"ids": a, "y": [b, c]}, "z": c}, (a, [b, {"ids": c}]), [(a, b), (c,)]):
+    forms = {"x": {"ids": a, "y": [b, c]}, "z": c}, (a, [b, {"ids": c}]), [(a, b), (c,)], ({"ids": a}, [c], None)
+    for batch in forms:
         flat, close = open_batches(batch)
-        assert all(torch.is_tensor(value) or isinstance(value, list) for value in flat.values())
+        assert all(value is None or isinstance(value, (torch.Tensor, list)) for value in flat.values())
         assert close(flat) == batch
         assert type(close(flat)) is type(batch)
     for batch in ({"ids": a, "boxes": [{"x": b}]}, [], "text", ["text"]):

@@ -284,3 +284,17 @@ def test_files_that_hold_less(runs, tmp_path, spec):
         assert first["some"] == ""
         some = torch.load(tmp_path / "some.pt")
         assert {tuple(value.shape) for value in some.values()} == {(64, 128), (128, 64)}
+
+
+def load_to_device(spec, file):
+    """Load where Accelerator computes, which torch's files know by its name."""
+    activate(spec)
+    device = Accelerator(cpu=True).device
+    return str(device), torch.load(file, map_location=device)["weight"]
+
+
+def test_files_are_loaded_to_the_device_of_accelerate(tmp_path):
+    """accelerate calls a CPU among several processes "cpu:0", to which torch.load finds no way."""
+    torch.save({"weight": torch.arange(3.0)}, tmp_path / "weight.pt")
+    for place, weight in run(load_to_device, 2, "tp=2", str(tmp_path / "weight.pt"), init=False):
+        assert (place, weight.tolist()) == ("cpu", [0, 1, 2])

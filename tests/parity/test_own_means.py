@@ -39,6 +39,15 @@ class MeanOfMask(Trainer):
         return (loss, {"logits": logits}) if return_outputs else loss
 
 
+class EvaluatedAlone(MeanOfMask):
+    """Evaluates by a step of its own, past `compute_loss`."""
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        with torch.no_grad():
+            loss, outputs = super().compute_loss(model, dict(inputs), return_outputs=True)
+        return loss, outputs["logits"], inputs["labels"]
+
+
 class TwoTerms(Trainer):
     """A mean over targets and one over examples: no count makes one of both."""
 
@@ -54,7 +63,7 @@ def masked_mean(outputs, labels, num_items_in_batch=None):
     return (token_losses(outputs.logits, labels) * held).sum() / held.sum()
 
 
-KINDS = {"labels": MaskedMean, "mask": MeanOfMask, "function": Trainer, "terms": TwoTerms}
+KINDS = {"labels": MaskedMean, "mask": MeanOfMask, "function": Trainer, "terms": TwoTerms, "alone": EvaluatedAlone}
 
 
 def train(spec: str | None, out: str, kind: str, steps: int = 1, batch: int = 8) -> Outcome:
@@ -72,6 +81,7 @@ def train(spec: str | None, out: str, kind: str, steps: int = 1, batch: int = 8)
     ("kind", "spec", "steps", "batch"),
     [
         *((kind, "dp_shard=2", 1, 8) for kind in ("labels", "mask", "function")),
+        ("alone", "dp_shard=2", 1, 8),
         ("labels", "dp_shard=2,tp=2", 2, 8),
         ("mask", "dp_replicate=2,cp=2", 1, 8),
         ("labels", "dp_shard=4", 1, 4),

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM
 
 from tests.distributed import run, run_alone_once
 from tests.loops import prepare_loop, take_step
-from tests.training import axes, check_numbers
+from tests.training import activate, axes, check_numbers
 
 
 def loss_of(model: torch.nn.Module, ids: torch.Tensor, how: str) -> torch.Tensor:
@@ -49,3 +51,41 @@ def test_numbers_of_one_process(runs, spec, how):
     folder = runs.initial("llama")
     ranks = run(train, axes(spec)["world"], spec, folder, how, init=False)
     check_numbers(ranks, run_alone_once(train, None, folder, how))
+
+
+class Scored(torch.nn.Module):
+    """A model, and a factor of the script's own."""
+
+    def __init__(self, inner: torch.nn.Module):
+        super().__init__()
+        self.inner, self.factor = inner, torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.inner(input_ids=ids).logits * self.factor
+
+
+def answer_and_train(spec: str | None, folder: str) -> list[float]:
+    """Answers of a model inside the script's module come before the module's first forward pass."""
+    activate(spec)
+    accelerator = Accelerator(cpu=True)
+    model = Scored(AutoModelForCausalLM.from_pretrained(folder))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ids, found = torch.arange(66).view(2, 33), []
+    for _ in range(3):
+        inner = accelerator.unwrap_model(model).inner
+        answers = inner.generate(ids[:, :7], max_new_tokens=3, do_sample=False)
+        found.append(float(answers.sum()))
+        for alone in (False, True):
+            logits = (inner(input_ids=ids).logits if alone else model(ids))[:, :-1]
+            logits /= 0.7
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+            found += take_step(accelerator, model, optimizer, loss)
+    return found
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2", "tp=2", "cp=2", "dp_shard=2,tp=2"])
+def test_a_model_inside_a_module_answers_first(runs, spec):
+    """Its logits may be changed in place, too."""
+    ranks = run(answer_and_train, axes(spec)["world"], spec, runs.initial("llama"), init=False)
+    check_numbers(ranks, run_alone_once(answer_and_train, None, runs.initial("llama")))

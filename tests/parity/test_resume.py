@@ -181,6 +181,29 @@ def streamed(tmp_path_factory, runs):
     return make
 
 
+def by_pieces(trainer) -> None:
+    """A `_save_checkpoint` of the script's own, which calls Trainer's pieces, as trainers of LLaVA's kind have."""
+
+    def _save_checkpoint(model, trial):
+        folder = f"{trainer._get_output_dir(trial=trial)}/checkpoint-{trainer.state.global_step}"
+        trainer.save_model(folder, _internal_call=True)
+        trainer._save_optimizer_and_scheduler(folder)
+        trainer._save_rng_state(folder)
+        if trainer.args.should_save:
+            trainer.state.save_to_json(f"{folder}/trainer_state.json")
+
+    trainer._save_checkpoint = _save_checkpoint
+
+
+@pytest.mark.parametrize(("source", "spec"), [("tp=2", "dp_shard=2"), ("dp_shard=2", "tp=2"), ("pp=2", "pp=2")])
+def test_checkpoints_that_a_script_saves_by_pieces(stopped, runs, tmp_path, source, spec):
+    job = {"folder": runs.initial("qwen3"), "change": by_pieces}
+    former = trained(source, {**job, "out": f"{tmp_path}/former"})[0]
+    resume = f"{former.folder}/checkpoint-{STOP}"
+    ended = trained(spec, {**job, "out": f"{tmp_path}/ended", "resume": resume})[0]
+    none(log_differences(ended, stopped("qwen3", ONE), REST, TOLERANCE))
+
+
 def momentum(spec: str, folder: str, out: str) -> list[Ended]:
     """SGD with momentum, with dropout, under a schedule of the script's own; once through and once with a stop."""
     activate(spec)

@@ -2,16 +2,18 @@
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from hf_parallel import parallelize
 from hf_parallel.axes.data import shared_towers
 from tests import models
 from tests.counting import CountCollectives
-from tests.distributed import RankFailure, run
+from tests.distributed import RankFailure, run, run_alone
+from tests.loops import take_step
 from tests.parity.test_ragged_media import join, qwen2_vl, seen
 from tests.refusals import pattern_of_refusal
 from tests.rows import IMAGE_TOKEN, Captions
-from tests.training import Outcome, activate, fit, trainer_of
+from tests.training import Outcome, activate, check_numbers, fit, trainer_of
 
 #: Of each half of a batch of eight: has it images? Data ranks differ in three steps of five, each in another way.
 HALVES = (False, True, True, False, False, False, True, True, False)
@@ -102,3 +104,32 @@ def count_gathers(name: str) -> int:
 def test_a_model_without_a_tower_tells_nobody_what_it_reads():
     """Gemma3ForCausalLM has the modalities of Gemma 3 with images: four layers, twice, and what is around them."""
     assert run(count_gathers, 2, "gemma3", init=False) == [9, 9]
+
+
+class Maps(torch.nn.ModuleDict):
+    """Layers by name that give what each of them makes, as torchvision's IntermediateLayerGetter does."""
+
+    def forward(self, x):
+        found = {}
+        for name, layer in self.items():
+            found[name] = x = layer(x).tanh()
+        return found
+
+
+def train_on_maps(spec: str | None) -> list[float]:
+    """Losses and gradient norms of two steps; all data ranks have the same rows."""
+    activate(spec)
+    torch.manual_seed(1)
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Sequential(Maps({"first": torch.nn.Linear(7, 5), "second": torch.nn.Linear(5, 3)}))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    found, rows = [], torch.arange(14.0).view(2, 7) / 14
+    for _ in range(2):
+        maps = model(rows)
+        found += take_step(accelerator, model, optimizer, maps["first"].square().mean() + maps["second"].mean())
+    return found
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2"])
+def test_a_list_of_layers_that_gives_a_dictionary(spec):
+    check_numbers(run(train_on_maps, 2, spec, init=False), run_alone(train_on_maps, None))

@@ -233,6 +233,11 @@ class BatchSamplerShard:
 class DataLoaderDispatcher:
     group = property(lambda self: "all")
 """,
+    "opacus/privacy_engine.py": """
+class PrivacyEngine:
+    def make_private(self, *, module, noise_multiplier):
+        return module
+""",
     "unsloth/models/loader.py": """
 class FastLanguageModel:
     @staticmethod
@@ -256,7 +261,7 @@ def test_front_ends_deal_to_data_ranks_or_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(front_ends.runtime, "mesh", lambda: mesh)
     done = apply_patches([patch for patch in list_declared() if patch.room == front_ends.__name__])
     try:
-        dispatcher, shard, loader = (
+        opacus, dispatcher, shard, loader = (
             importlib.import_module(name.removesuffix(".py").replace("/", ".")) for name in sorted(FRONT_ENDS)
         )
         deals, sends = shard.BatchSamplerShard(), dispatcher.DataLoaderDispatcher()
@@ -264,10 +269,15 @@ def test_front_ends_deal_to_data_ranks_or_are_refused(monkeypatch, tmp_path):
         for kind in (loader.FastLanguageModel, loader.FastModel, loader.FastVisionModel):
             with pytest.raises(SpecError, match="FastLanguageModel: Unsloth .* get_peft_model work"):
                 kind.from_pretrained("tiny", max_seq_length=64)
+        private, model = opacus.PrivacyEngine().make_private, torch.nn.Sequential(torch.nn.Linear(2, 2))
+        assert private(module=model, noise_multiplier=1.0) is model
+        model[0]._hf_parallel = object()
+        with pytest.raises(SpecError, match="make_private: Opacus .* one process works"):
+            private(module=model, noise_multiplier=1.0)
         undo(done)
         assert (deals.rank, deals.world_size, sends.group) == ("process", "processes", "all")
         assert loader.FastVisionModel.from_pretrained("tiny") == "tiny"
     finally:
         undo(done)
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("swift", "unsloth")]:
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("opacus", "swift", "unsloth")]:
             del sys.modules[name]

@@ -181,7 +181,7 @@ class SharedChoices(nn.Module):
     def forward(self, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.called.clear()
         output = super().forward(tokens, *args, **kwargs)
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() and torch.is_tensor(output)):  # layers by name give a dictionary of their maps
             return output
         modules = self.modules_of_list()
         called = torch.tensor([module in self.called for module in modules], dtype=torch.int32, device=output.device)

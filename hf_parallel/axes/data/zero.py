@@ -414,12 +414,15 @@ def _let_parts_run(model: nn.Module, blocks: list[nn.Module]) -> None:
     """
     state = get_state_of(model)
     units = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
-    first = [unit.register_forward_pre_hook(lambda *_: begin(), prepend=True) for unit in units]
+    states = [get_state_of(unit) for unit in units]
 
     def begin() -> None:
+        for each in states:
+            vars(each).pop("_lazy_init", None)
         state._lazy_init()
-        for handle in first:
-            handle.remove()
+
+    for each in states:  # `generate` of a unit asks its state past the hooks of the unit's forward
+        vars(each)["_lazy_init"] = begin
 
     entered: list[bool] = []
 

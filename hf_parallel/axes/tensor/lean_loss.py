@@ -40,6 +40,7 @@ from hf_parallel.axes.tensor.vocab_parallel import (
     check_range,
     compute_first_row,
     find_inside_columns,
+    gather_logits,
     iterate_chunks,
     make_logits_whole,
     make_zeros_for,
@@ -132,7 +133,7 @@ class LazyLogits(torch.Tensor):
     def full_tensor(self) -> torch.Tensor:
         """Return whole logits. Where ranks hold parts of the vocabulary, all of them ask alike."""
         logits = self.plain()
-        return logits.full_tensor() if isinstance(logits, DTensor) else logits
+        return gather_logits(logits) if isinstance(logits, DTensor) else logits
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return repr(self.full_tensor())

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_parallel.axes.axis import SequenceParallelFlag
 from hf_parallel.axes.tensor.layers import ColumnParallel, TensorParallelLayer, get_local, put_mixin_on
@@ -340,7 +340,27 @@ class VocabParallelHead(ColumnParallel):
         cut = DTensor.from_local(
             logits, self.mesh, [Shard(len(shape) - 1)], run_check=False, shape=shape, stride=stride
         )
-        return cut.full_tensor() if self.whole else cut
+        return gather_logits(cut) if self.whole else cut
+
+
+class _Whole(torch.autograd.Function):
+    """A whole DTensor as a tensor. `to_local` returns a view of an autograd function, which nobody may change."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: DTensor) -> torch.Tensor:
+        ctx.spec = whole._spec
+        return whole._local_tensor
+
+    @staticmethod
+    def backward(ctx: Context, gradient: torch.Tensor) -> DTensor:
+        return DTensor(gradient.contiguous(), ctx.spec, requires_grad=False)
+
+
+def gather_logits(cut: Any) -> torch.Tensor:
+    """Return logits whole, of which ranks hold parts. A script may change them in place: `logits /= temperature`."""
+    if torch.compiler.is_compiling():
+        return cut.full_tensor()
+    return _Whole.apply(cut.redistribute(placements=[Replicate()] * cut.device_mesh.ndim))
 
 
 def compute_causal_loss(
@@ -386,4 +406,4 @@ def check_range(ids: torch.Tensor, size: int, problem: str, ignored: int = 0) ->
 def make_logits_whole(kind: type, model: nn.Module, args: tuple, output: object) -> None:
     """Let logits of this kind, which knows its `full_tensor`, be whole once they are read. A forward hook."""
     if isinstance(output, dict) and isinstance(dict.get(output, "logits"), kind):
-        whole_when_read(output, "logits", operator.methodcaller("full_tensor"))
+        whole_when_read(output, "logits", gather_logits if kind is DTensor else operator.methodcaller("full_tensor"))

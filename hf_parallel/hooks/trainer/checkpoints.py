@@ -79,6 +79,7 @@ class TrainerRecord:
         step: the step in progress; outside of steps one without repeated rows.
         rows_per_example: as the last full batch told, such as two in a batch of [chosen; rejected].
         in_turns: are the rows of an example behind one another, unlike in [chosen; rejected]?
+        rows_vary: have some examples of the last ragged batch's loader more rows than others?
         loss_plans: the entries of a batch -> how the script's loss is scheduled; None if it needs whole batches.
         weighs: does the script weigh means by the count of targets itself? None: not seen yet.
         computes: does the script's `compute_loss` run just now?
@@ -111,6 +112,7 @@ class TrainerRecord:
     step: StepRecord = field(default_factory=StepRecord)
     rows_per_example: int = 1
     in_turns: bool = False
+    rows_vary: bool = False
     loss_plans: dict[tuple[str, ...], Plan | None] = field(default_factory=dict)
     weighs: bool | None = None
     computes: bool = False
@@ -324,14 +326,7 @@ def _write_checkpoint(trainer: Trainer, saving: folders.Checkpoint, run: str) ->
         if best == trainer.state.global_step or os.path.exists(path):
             trainer.state.best_model_checkpoint = path
     if not trainer.args.save_only_model:
-        # All ranks write the optimizer's state, by name.
-        optimizer = get_inner_optimizer(trainer.optimizer)
-        folders.save_optimizer_state(trainer.model, optimizer, runtime.mesh(), saving.folder)
-        if trainer.args.should_save:
-            with saving.noting(), warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)
-                folders.write_refusal(os.path.join(saving.folder, "optimizer.pt"))
-                torch.save(trainer.lr_scheduler.state_dict(), os.path.join(saving.folder, "scheduler.pt"))
+        save_optimizer_and_scheduler(None, trainer, saving.folder)
         with saving.noting():
             save_rng_state(saving.folder)
     if trainer.args.should_save:
@@ -349,6 +344,24 @@ def _write_checkpoint(trainer: Trainer, saving: folders.Checkpoint, run: str) ->
                 name, now = type(callback).__name__, callback.state()
                 kept[name] = [*kept[name], now] if isinstance(kept[name], list) else now
             trainer.state.save_to_json(os.path.join(saving.folder, "trainer_state.json"))
+
+
+@patch("transformers.trainer:Trainer._save_optimizer_and_scheduler", "is the state of rank 0 alone")
+def save_optimizer_and_scheduler(original: Callable | None, self: Trainer, output_dir: str) -> None:
+    """Write the optimizer's state, by name; all ranks do. A `_save_checkpoint` of the script may call it, too."""
+    with folders.join_current_save(runtime.mesh()) as saving:
+        folders.save_optimizer_state(self.model, get_inner_optimizer(self.optimizer), saving.mesh, output_dir)
+        if self.args.should_save:
+            with saving.noting(), warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                folders.write_refusal(os.path.join(output_dir, "optimizer.pt"))
+                torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
+
+
+@patch("transformers.trainer:Trainer._save_rng_state", "is one file per data rank")
+def save_random_state(original: Callable, self: Trainer, output_dir: str) -> None:
+    """Write a file per process, as a checkpoint of ours has."""
+    save_rng_state(output_dir)
 
 
 class Layout(TypedDict, total=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import random
@@ -32,7 +33,7 @@ from hf_parallel.hooks.accelerate.shares import (
     take_batch,
 )
 from hf_parallel.hooks.patching import patch, replacing
-from hf_parallel.hooks.trainer import losses, means, rows
+from hf_parallel.hooks.trainer import losses, means, own_means, rows
 from hf_parallel.hooks.trainer.checkpoints import StepRecord, record_of
 from hf_parallel.hooks.trl import experimental
 from hf_parallel.hooks.trl import trainers as trl
@@ -157,7 +158,8 @@ def must_be_whole(trainer: Trainer, batch: rows.Batch, held: int, dealt: Gradien
         dealt: the state of its loader.
 
     Raises:
-        SpecError: on all ranks, where the loss does not go by targets, and would count repeated rows.
+        SpecError: on all ranks, where the loss does not go by targets, and would count repeated rows, or where
+            examples have unlike numbers of rows.
     """
     if not is_ragged(dealt):
         return False
@@ -166,9 +168,13 @@ def must_be_whole(trainer: Trainer, batch: rows.Batch, held: int, dealt: Gradien
     # example only the model's processor knows, so that such a batch cannot be trimmed.
     tensors = {key: batch[key] for key in media if torch.is_tensor(batch[key]) and batch[key].ndim}
     key = next((key for key, value in tensors.items() if len(value) != held), None)
-    found = torch.tensor([key is not None, "labels" not in batch], dtype=torch.int32, device=mesh.device)
+    vary = record_of(trainer).rows_vary
+    found = torch.tensor([key is not None, "labels" not in batch, vary], dtype=torch.int32, device=mesh.device)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.data_group)
-    somewhere, without_labels = found.tolist()
+    somewhere, without_labels, vary = found.tolist()
+    if vary:
+        what = "a ragged last batch of examples that have unlike numbers of rows"
+        refuse(what, "those repeated to fill it cannot be told apart", "dataloader_drop_last=True")
     if not somewhere:
         return False
     state = runtime.find_parallel_state(trainer.model)
@@ -217,7 +223,25 @@ def tell_examples_apart(
         refuse_cut_examples(count_sharing_ranks(state.active_dataloader))
     if blocks > 1 and known is None and is_ragged(state):
         record.in_turns = _are_rows_in_turns(state.active_dataloader, blocks)
+    if is_ragged(state):
+        unlike = held != full and known is None and rows.JOINED not in batch
+        record.rows_vary = unlike and _do_rows_vary(state.active_dataloader)
     return batch, blocks if held % blocks == 0 else 1
+
+
+def _do_rows_vary(dataloader: DataLoader) -> bool:
+    """Ask the collator of a loader whether some examples have more rows than others, such as answers to a question."""
+    numpy_state, python_state = numpy.random.get_state(), random.getstate()
+    dataset = cast(Any, dataloader.dataset)
+    with runtime.mesh().fork_random_state(), contextlib.suppress(Exception):  # it may take whole batches alone
+        try:
+            examples = (copy.deepcopy(dataset[index]) for index in range(min(_EXAMPLES_ASKED, len(dataset))))
+            batches = [open_batches(dataloader.collate_fn([example]))[0] for example in examples]
+            return len({rows.count_examples(batch) for batch in batches}) > 1
+        finally:
+            numpy.random.set_state(numpy_state)
+            random.setstate(python_state)
+    return False
 
 
 def _are_rows_in_turns(dataloader: DataLoader, each: int) -> bool:
@@ -309,25 +333,30 @@ def evaluate_real_rows(
     engine = None if parallel is None else parallel.pipeline
     # A pipeline need not send logits that nobody wants, and a rank without a row of its own is absent.
     wants = contextlib.nullcontext() if engine is None else replacing(engine, loss_only=step.loss_only)
-    scope, absent = (
-        means.compute_in_scope(
-            means.Scope(step.share, predicts=True, corrects=experimental.adds_mean_over_tokens(self))
-        ),
-        replacing(runtime.current(), real_rows=step.real_rows),
-    )
+    scope = means.Scope(step.share, predicts=True, corrects=experimental.adds_mean_over_tokens(self))
+    absent = replacing(runtime.current(), real_rows=step.real_rows)
     following: Any = contextlib.nullcontext()
     if step.real_rows is not None and not own_step:
         step.own = following = rows.OfBatch([value for value in kept.values() if torch.is_tensor(value)])
-    with replacing(record_of(self), step=step, evaluates=True), wants, scope, absent, following:
+    with (
+        replacing(record_of(self), step=step, evaluates=True),
+        wants,
+        means.compute_in_scope(scope),
+        absent,
+        following,
+    ):
+        targets = None if own_step else own_means.count_targets_of_own_mean(self, kept)  # of its mean in training
         loss, logits, labels = original(model, close(kept), prediction_loss_only, *args, **kwargs)
+        share: torch.Tensor | float = 1.0 if step.weighted else step.share
+        if targets is not None and loss is not None and not (step.weighted or scope.counted):
+            share = own_means.compute_share(self, targets)
     logits, labels = rows.mark_per_example((logits, labels), rows.count_examples(kept, blocks) or 0)
     if not prediction_loss_only:
         logits = _give_as_many_parts(self, logits)
     gathers_all = self.gather_function == self.accelerator.gather  # as Seq2SeqTrainer does
     if loss is not None:
-        loss = _average_loss(self, loss, step, gathers_all)
-    if step.real_rows is not None:
-        # Full again where `gather_for_metrics` drops the repeats.
+        loss = _average_loss(self, loss, share, gathers_all)
+    if step.real_rows is not None:  # full again where `gather_for_metrics` drops the repeats
         if rows.JOINED in batch or gathers_all:
             logits, labels = rows.without_stand_in((logits, labels), real)
         else:
@@ -358,12 +387,14 @@ def _give_as_many_parts(trainer: Trainer, logits: Any) -> Any:
     return logits if own == most else (*parts, *(BaseModelOutput() for _ in range(most - own)))
 
 
-def _average_loss(trainer: Trainer, loss: torch.Tensor, step: StepRecord, gathers_all: bool) -> torch.Tensor:
+def _average_loss(
+    trainer: Trainer, loss: torch.Tensor, share: torch.Tensor | float, gathers_all: bool
+) -> torch.Tensor:
     """Return the mean over all data ranks' rows, and let `evaluation_loop` count it for as many as in one process."""
     mesh, dealt = runtime.mesh(), trainer.accelerator.gradient_state
     if mesh.data_size > 1:
         # evaluation_loop repeats the loss for each row and cuts at the remainder: right if all ranks carry the mean.
-        loss = (loss if step.weighted else means.weigh_loss(loss, step.share)).detach().float().clone()
+        loss = means.weigh_loss(loss, share).detach().float().clone()
         dist.all_reduce(loss, group=mesh.data_group)
         loss = loss / mesh.data_size
     loader = dealt.active_dataloader

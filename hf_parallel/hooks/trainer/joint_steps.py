@@ -27,6 +27,7 @@ from hf_parallel.hooks.trainer.checkpoints import StepRecord, record_of
 from hf_parallel.hooks.trainer.evaluation import Weighed
 from hf_parallel.hooks.trl import trainers as trl
 from hf_parallel.ranks import messages
+from hf_parallel.ranks.nested_batches import is_nested
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +74,7 @@ def announce_step(
     looking = bad_numbers.find_looking()
     if not batches or inputs is not batches[0] or (looking is not None and looking.wanted):
         return
-    if any(isinstance(batch, Weighed) for batch in batches):  # some of its rows may be repeated
+    if any(isinstance(batch, Weighed) or is_nested(batch) for batch in batches):  # repeated rows, or no one batch
         return
     engine = cast("PipelineEngine", find_engine_of(trainer))
     model.train()

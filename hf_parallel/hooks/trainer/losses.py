@@ -426,15 +426,8 @@ def _weigh_result(self: Trainer, result: Computed, targets: torch.Tensor | None)
     if mesh.data_size > 1:
         share: torch.Tensor | float = record.step.share
         if is_own(self):
-            # Weigh by this rank's share of the rows, or of the targets if the script returned their mean. Always run
-            # the all-reduce: a script that goes another way on one rank must not make the others wait.
-            targets = result["targets"] if targets is None else targets
-            count = torch.zeros(2, device=mesh.device)
-            count = count if targets is None else torch.stack([targets, torch.ones_like(targets)])
-            count[0] *= record.step.real_rows != 0
-            total = count.clone()
-            dist.all_reduce(total, group=mesh.data_group)
-            share = torch.where(total[1] == mesh.data_size, count[0] * mesh.data_size / total[0], share)
+            # Of the rows, or of the targets if the script returned their mean.
+            share = own_means.compute_share(self, result["targets"] if targets is None else targets)
         loss = means.weigh_loss(loss, share)
         if not result["known"] and is_own(self) and not _is_of_trl(self):
             _tell_unknown_mean(self)

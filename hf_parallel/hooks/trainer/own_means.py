@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -115,6 +116,21 @@ def count_targets_of_own_mean(trainer: Trainer, batch: Batch) -> torch.Tensor | 
     """Return how many targets of this data rank the script's loss is a mean over, if that is known."""
     targets = record_of(trainer).mean_over
     return None if targets is None or targets[0] not in batch else _count_targets(batch, targets)
+
+
+def compute_share(trainer: Trainer, targets: torch.Tensor | None) -> torch.Tensor | float:
+    """Return how much this data rank's mean weighs: by its targets, or by its rows where some rank has not counted.
+
+    Collective over data ranks, also where nothing is counted: a script that goes another way on one rank must not make
+    the others wait.
+    """
+    mesh, step = runtime.mesh(), record_of(trainer).step
+    count = torch.zeros(2, device=mesh.device)
+    count = count if targets is None else torch.stack([targets, torch.ones_like(targets)]).to(mesh.device)
+    count[0] *= step.real_rows != 0
+    total = count.clone()
+    dist.all_reduce(total, group=mesh.data_group)
+    return torch.where(total[1] == mesh.data_size, count[0] * mesh.data_size / total[0], step.share)
 
 
 def fill_missing_target(batch: Batch, targets: tuple[str, bool], count: torch.Tensor) -> None:

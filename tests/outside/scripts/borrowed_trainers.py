@@ -6,15 +6,25 @@ that Trainer hands to `compute_loss` and `training_step` today.
 """
 
 import argparse
+import importlib
 import importlib.machinery
 import inspect
+import itertools
 import json
+import logging
 import sys
 import types
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, set_seed
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 #: Arguments that Trainer hands on today, and names that Transformers and torch have no more.
 TODAY = (
@@ -82,7 +92,48 @@ def forgetting(sources: Path, kind: str):
     return getattr(read_module("own_trainer", sources / "tofu" / "dataloader.py", (*TODAY, *edits)), kind)
 
 
-PROJECTS = {"open-unlearning": unlearning, "attacks": attacked, "tofu": forgetting}
+def assistants(sources: Path, kind: str):
+    """Open-Assistant's: batches of several answers to each question, and a loader that is not prepared, or is."""
+    prepared, kind = kind.startswith("Prepared"), kind.removeprefix("Prepared")
+    folder = sources / "Open-Assistant" / "model" / "model_training"
+    losses = read_module("losses", folder / "utils" / "losses.py")
+    text = (folder / ("trainer_sft.py" if kind == "SFTTrainer" else "trainer_rm.py")).read_text()
+    start = text.index(f"class {kind}")
+    module = {**vars(importlib.import_module("typing")), **vars(torch.nn), "datasets": None, "nn": torch.nn}
+    module |= {"is_datasets_available": lambda: False, "torch": torch, "logging": logging, "seed_worker": None}
+    module |= {"Trainer": Trainer, "TrainingArguments": TrainingArguments, "PreTrainedModel": object}
+    module |= {"DataLoader": torch.utils.data.DataLoader}
+    module["get_loss"] = lambda name, *args, score_l2_reg=0.0: (
+        losses.RMLoss(beta=score_l2_reg) if name == "RMLoss" else getattr(losses, name)()
+    )
+    text = text[start : text.index("\ndef argument_parsing")]
+    for old, new in (("return_logits=False):", "return_logits=False, num_items_in_batch=None):"), *TODAY):
+        text = text.replace(old, new)
+    exec(compile(text, kind, "exec"), module)  # the own text of that project
+    if not prepared:
+        return module[kind]
+
+    class Prepared(module[kind]):
+        def get_train_dataloader(self):
+            return self.accelerator.prepare(super().get_train_dataloader())
+
+    return Prepared
+
+
+def collate_answers(features):
+    """Pad the answers of several questions to one batch, and tell where those of a question begin."""
+    answers = [row for feature in features for row in feature["answers"]]
+    batch = collate(answers, 33)
+    del batch["labels"]
+    return batch, [0, *itertools.accumulate(len(feature["answers"]) for feature in features)]
+
+
+def collate_turns(features):
+    """Pad; targets are shifted by one, and a mask tells which of them are an assistant's."""
+    batch = collate(features)
+    labels = batch.pop("labels")
+    targets = torch.cat([batch["input_ids"][:, 1:], torch.zeros(len(labels), 1, dtype=torch.long)], dim=1)
+    return {**batch, "targets": targets, "label_masks": torch.cat([labels[:, 1:] != -100, labels[:, :1] > 0], dim=1)}
 
 
 def tokens(size: int, seed: int, length: int = 33) -> list[dict]:
@@ -114,6 +165,11 @@ def collate_tuples(features):
     return found if len(found) > 1 else found[0]
 
 
+PROJECTS = {"open-unlearning": unlearning, "attacks": attacked, "tofu": forgetting, "assistants": assistants}
+COLLATORS = {"CustomTrainer": collate_tuples, "CustomTrainerForgetting": collate_tuples}
+COLLATORS |= {"SFTTrainer": collate_turns, "RMTrainer": collate_answers}
+
+
 class Rows(torch.utils.data.Dataset):
     """Rows in a list."""
 
@@ -135,6 +191,12 @@ def paired(size: int, alternatives: bool) -> Rows:
     return Rows([{"forget": a, "retain": b} for a, b in zip(forget, keep, strict=True)])
 
 
+def several(size: int, seed: int) -> list[dict]:
+    """Questions with two to four answers each."""
+    rows = iter(tokens(4 * size, seed))
+    return [{"answers": list(itertools.islice(rows, 2 + number % 3))} for number in range(size)]
+
+
 def main():
     options = argparse.ArgumentParser()
     for name in ("project", "kind", "model", "output_dir", "sources"):
@@ -145,9 +207,13 @@ def main():
     options.add_argument("--read", default="{}", help="arguments of training that the project has added")
     options.add_argument("--lora", action="store_true")
     args = options.parse_args()
+    bare = args.kind.removeprefix("Prepared")
     set_seed(1)
     config = AutoConfig.from_pretrained(args.model, pad_token_id=0)
-    model = AutoModelForCausalLM.from_pretrained(args.model, config=config)
+    model_kind = AutoModelForCausalLM
+    if bare == "RMTrainer":
+        config.num_labels, model_kind = 1, AutoModelForSequenceClassification
+    model = model_kind.from_pretrained(args.model, config=config)
     if args.lora:
         from peft import LoraConfig, get_peft_model
 
@@ -174,20 +240,25 @@ def main():
     kind, settings = PROJECTS[args.project](Path(args.sources), args.kind), json.loads(args.settings)
     if settings.get("oracle_model"):
         settings["oracle_model"] = AutoModelForCausalLM.from_pretrained(args.model, config=config)
-    alone = args.project == "attacks" or args.kind == "CustomTrainer"
+    alone = args.project in ("attacks", "assistants") or args.kind == "CustomTrainer"
+    train, held_out, collator = tokens(30, 1), tokens(11, 4), COLLATORS.get(bare, collate)
+    if args.project == "assistants":
+        settings["train_collate_fn"] = collator
+    if bare == "RMTrainer":
+        train, held_out = several(16, 1), several(9, 4)
     trainer = kind(
         model=model,
         args=arguments,
-        train_dataset=Rows(tokens(30, 1)) if alone else paired(30, args.kind == "DPO"),
-        eval_dataset=Rows(tokens(11, 4)),
-        data_collator=collate_tuples if args.project == "tofu" else collate,
+        train_dataset=Rows(train) if alone else paired(30, args.kind == "DPO"),
+        eval_dataset=Rows(held_out),
+        data_collator=collator,
         **settings,
     )
     if hasattr(kind, "init"):
         trainer.init(model if "model" in inspect.signature(kind.init).parameters else Rows(tokens(16, 5)))
     trainer.train()
     if args.kind != "CustomTrainerForgetting":  # which has questions of its own
-        trainer.evaluate(Rows(tokens(11, 4)))
+        trainer.evaluate(Rows(held_out))
     trainer.save_model(args.output_dir)
 
 
