@@ -27,7 +27,7 @@ from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import SpecError, get_first_line, refuse
 from hf_parallel.axes.tensor.whole_layers import WholeColumn, WholeRow
 from hf_parallel.model.anatomy import find_stacks, find_token_readers, list_numbers_of_draws
-from hf_parallel.model.families import LIBRARIES, is_written_by_script
+from hf_parallel.model.families import is_hook_of_script, is_written_by_script
 from hf_parallel.plans.resolve import read_model, resolve
 from hf_parallel.ranks.mesh import ParallelMesh
 from hf_parallel.ranks.messages import gather_objects
@@ -216,7 +216,7 @@ def _make_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
         short.config.get_text_config().num_hidden_layers = len(stack.layers)
     for module in short.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
-            for number in [n for n, hook in hooks.items() if _is_of_script(hook)]:
+            for number in [n for n, hook in hooks.items() if is_hook_of_script(hook)]:
                 hooks.pop(number)
     if next(short.parameters()).is_meta:
         short.to_empty(device=device)
@@ -249,11 +249,6 @@ def _copy_module(module: Any, memo: dict[int, Any] | None = None) -> Any:
                 own = held.detach().clone()
                 memo[id(held)] = nn.Parameter(own, held.requires_grad) if isinstance(held, nn.Parameter) else own
     return copy.deepcopy(module, memo)
-
-
-def _is_of_script(hook: Any) -> bool:
-    place = getattr(hook, "__module__", None) or type(hook).__module__
-    return place.partition(".")[0] not in LIBRARIES
 
 
 def _run_alone(model: PreTrainedModel, mesh: ParallelMesh) -> tuple[dict[str, torch.Tensor], Numbers, str | None]:

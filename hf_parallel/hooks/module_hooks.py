@@ -7,7 +7,6 @@ module alone, such as its time, are right; so this is no reason to stop.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -19,14 +18,12 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.tensor.layers import ColumnParallel, RowParallel, SharedHeads
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.patching import patch
+from hf_parallel.model.families import LIBRARIES, is_hook_of_script
 
 if TYPE_CHECKING:
     from torch import nn
 
     from hf_parallel.apply.parallelize import ParallelState
-
-#: Libraries whose hooks know the layout, or look at no tokens.
-_LIBRARIES = {"torch", "transformers", "accelerate", "peft", "trl", "sentence_transformers", "hf_parallel"}
 
 
 @patch(
@@ -36,7 +33,7 @@ _LIBRARIES = {"torch", "transformers", "accelerate", "peft", "trl", "sentence_tr
 )
 def register_hook_on_module(original: Callable, self: nn.Module, *args: object, **kwargs: object) -> object:
     """Print a line if a script's hook will see a part of the tokens that its module sees in one process."""
-    if _find_caller() not in _LIBRARIES:
+    if _find_caller() not in LIBRARIES:
         for model in list_parallel_models():
             name = next((name for name, one in model.named_modules() if one is self), "")
             _tell_of_hook(model, name, type(self).__name__)
@@ -49,7 +46,7 @@ def register_hook_on_module(original: Callable, self: nn.Module, *args: object, 
 )
 def register_hook_on_all_modules(original: Callable, *args: object, **kwargs: object) -> object:
     """Print such a line for a hook on every module there is."""
-    if _find_caller() not in _LIBRARIES:
+    if _find_caller() not in LIBRARIES:
         for model in list_parallel_models():
             _tell_of_hook(model, None)
     return original(*args, **kwargs)
@@ -61,20 +58,14 @@ def tell_of_earlier_hooks(model: nn.Module) -> Iterator[None]:
     hooked: list[tuple[str | None, str]] = []
     for name, one in model.named_modules():
         tables = (one._forward_hooks, one._forward_pre_hooks, one._backward_hooks, one._backward_pre_hooks)
-        if any(_is_of_script(hook) for table in tables for hook in table.values()):
+        if any(is_hook_of_script(hook) for table in tables for hook in table.values()):
             hooked.append((name, type(one).__name__))
     for table in ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks"):
-        if any(_is_of_script(hook) for hook in getattr(torch.nn.modules.module, table).values()):
+        if any(is_hook_of_script(hook) for hook in getattr(torch.nn.modules.module, table).values()):
             hooked.append((None, ""))
     yield
     for place, kind in hooked:
         _tell_of_hook(model, place, kind)
-
-
-def _is_of_script(hook: Any) -> bool:
-    function = hook.func if isinstance(hook, functools.partial) else hook
-    place = getattr(function, "__module__", None) or type(function).__module__
-    return place.partition(".")[0] not in _LIBRARIES
 
 
 def _tell_of_hook(model: nn.Module, name: str | None, kind: str = "") -> None:

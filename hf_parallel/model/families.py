@@ -6,10 +6,12 @@ weight holds several.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from dataclasses import dataclass
 from types import FunctionType
+from typing import Any
 
 from torch import nn
 
@@ -196,3 +198,10 @@ def is_written_by_script(cls: type[nn.Module]) -> bool:
         beside = (vars(sys.modules[place]).get(name) for name in OF_ATTENTION)
         names |= {one.__module__ for one in beside if isinstance(one, FunctionType)}
     return not {name.partition(".")[0] for name in names if name} <= LIBRARIES
+
+
+def is_hook_of_script(hook: Any) -> bool:
+    """Tell whether no library has written a hook."""
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    place = getattr(function, "__module__", None) or type(function).__module__
+    return place.partition(".")[0] not in LIBRARIES

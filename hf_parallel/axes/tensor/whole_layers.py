@@ -98,7 +98,7 @@ def keep_whole_around(layer: nn.Module, linear: TensorParallelLayer) -> None:
     else:
         style = "colwise" if isinstance(linear, ColumnParallel) else "rowwise"
         put_mixin_on(linear, GatheredColumn if style == "colwise" else SlicedRow, region)
-    keep_whole(layer, region, style)
+    keep_layer_whole(layer, region, style)
 
 
 def find_own_columns(style: str, width: int, region: Region) -> list[slice]:
@@ -121,7 +121,7 @@ def find_own_columns(style: str, width: int, region: Region) -> list[slice]:
     return [slice(start + rank * part, start + (rank + 1) * part) for start, part in zip(starts, parts, strict=True)]
 
 
-def keep_whole(module: nn.Module, region: Region, style: str) -> None:
+def keep_layer_whole(module: nn.Module, region: Region, style: str) -> None:
     """Let a layer of a script compute as a whole in the place of a Linear of this style."""
     if style == "colwise_shared_heads":  # all query heads of a rank share its one key/value head
         region.owner.num_key_value_groups = region.heads[0] // region.group.size()
@@ -134,7 +134,7 @@ def keep_whole(module: nn.Module, region: Region, style: str) -> None:
 
 
 def _split_around(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region, style: str) -> None:
-    keep_whole(module, region, style)
+    keep_layer_whole(module, region, style)
 
 
 WHOLE_STYLES = {f"{WHOLE}{style}": functools.partial(_split_around, style=style) for style in REPLACED}
