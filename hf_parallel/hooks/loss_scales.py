@@ -54,7 +54,8 @@ def unscale_grads(
     """Unscale this rank's parts, and skip a step if any rank has an overflow: of scalers that a loop makes itself."""
     states = [state for state in map(state_of, list_parallel_models()) if state is not None]
     meshes = [state.mesh for state in states] if runtime.current() is None else [runtime.mesh()]
-    if not meshes or meshes[0].config.world_size == 1 or isinstance(self, ShardedGradScaler):
+    meshes = [mesh for mesh in meshes if mesh.config.world_size > 1]  # a script may have models of one rank beside it
+    if not meshes or isinstance(self, ShardedGradScaler):
         return original(self, optimizer, *args, **kwargs)
     return _find_on_all_ranks(original(self, _take_parts(optimizer), *args, **kwargs), meshes[0].device)
 

@@ -1,6 +1,7 @@
 """fp16 with a scaled loss, where gradients of an unscaled one would vanish. accelerate has none on CPUs: loops."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from hf_parallel import parallelize
+from hf_parallel.hooks import loss_scales
 from hf_parallel.hooks.loss_scales import MeshGradScaler
 from hf_parallel.ranks.mesh import get_stored
 from tests import models
@@ -47,6 +49,18 @@ def test_faint_losses_train(spec, own):
     losses, scales = zip(*run(steps, axes(spec)["world"], spec, 2.0**18, own), strict=True)
     check_numbers(losses, expected, FP16)
     assert set(scales) == {2.0**18}
+
+
+def test_a_model_of_one_rank_does_not_hide_one_of_several(monkeypatch):
+    """All ranks are asked for overflows, although the process has kept a model that it alone has trained."""
+    states = [SimpleNamespace(mesh=SimpleNamespace(config=SimpleNamespace(world_size=n), device=n)) for n in (1, 2)]
+    asked = []
+    monkeypatch.setattr(loss_scales, "list_parallel_models", lambda: states)
+    monkeypatch.setattr(loss_scales, "state_of", lambda model: model)
+    monkeypatch.setattr(loss_scales, "_find_on_all_ranks", lambda found, device: asked.append(device))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
+    loss_scales.unscale_grads(lambda *args: {}, torch.amp.GradScaler("cpu"), optimizer)
+    assert asked == [2]
 
 
 @pytest.mark.parametrize("spec", ["pp=2", "tp=2,pp=2"])
