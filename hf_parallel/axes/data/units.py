@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from packaging.version import Version
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -209,7 +209,7 @@ def _move_to_own_group(moved: list[FSDPParam], unit: FSDPModule, group: FSDPPara
     """Let `moved` of `group` be gathered and reduced by themselves, in units of their own in torch 2.11."""
     state: Any = get_state_of(unit)
     if hasattr(state, "_fsdp_param_groups"):
-        state._fsdp_param_groups.append(_take_out_of(group, moved, group.modules))
+        state._fsdp_param_groups.append(_take_out_of(group, moved, group.modules, state._mp_policy))
         return []
     made: list[FSDPModule] = []
     for module in dict.fromkeys(held._module_info.module for held in moved):
@@ -217,7 +217,7 @@ def _move_to_own_group(moved: list[FSDPParam], unit: FSDPModule, group: FSDPPara
             fully_shard(
                 module,
                 mesh=group.mesh_info.mesh,
-                mp_policy=group.mp_policy,
+                mp_policy=state._mp_policy,
                 offload_policy=group.offload_policy,
                 ignored_params=set(module.parameters()),
             )
@@ -225,16 +225,18 @@ def _move_to_own_group(moved: list[FSDPParam], unit: FSDPModule, group: FSDPPara
         own: Any = get_state_of(module)
         own._auto_reshard_after_forward = False
         own._fsdp_param_group = _take_out_of(
-            group, [held for held in moved if held._module_info.module is module], (module,)
+            group, [held for held in moved if held._module_info.module is module], (module,), state._mp_policy
         )
         cast(nn.Module, unit).register_forward_pre_hook(lambda *_, one=made[-1]: gather_unit(one))
     return made
 
 
-def _take_out_of(group: FSDPParamGroup, moved: list[FSDPParam], modules: tuple[nn.Module, ...]) -> FSDPParamGroup:
+def _take_out_of(
+    group: FSDPParamGroup, moved: list[FSDPParam], modules: tuple[nn.Module, ...], policy: MixedPrecisionPolicy
+) -> FSDPParamGroup:
     """Make a group of `moved`, which are no longer in `group`."""
-    infos = group.mesh_info, group.post_forward_mesh_info
-    own = FSDPParamGroup([], modules, *infos, group.device, None, group.mp_policy, group.offload_policy)
+    infos, policies = (group.mesh_info, group.post_forward_mesh_info), (policy, group.offload_policy)
+    own = FSDPParamGroup([], modules, *infos, group.device, None, *policies)
     own.fsdp_params = moved
     group.fsdp_params[:] = [held for held in group.fsdp_params if held not in moved]
     return own
