@@ -475,12 +475,12 @@ def log(original: Callable, self: Trainer, logs: dict, *args: object, **kwargs: 
     record = record_of(self)
     if record.tries:
         return
-    if record.held_logs is not None:
-        record.held_logs.append(functools.partial(self.log, logs, *args, **kwargs))
-        return
     if state is not None and state.pipeline is not None and state.pipeline.pipelines.session is not None:
         # compute_loss runs on the last stage alone: the others log with it later
         record.step.logged.append(dict(logs))
+        return
+    if record.held_logs is not None:
+        record.held_logs.append(functools.partial(self.log, logs, *args, **kwargs))
         return
     if state is not None and state.pipeline is not None and is_own(self):
         state.pipeline.tell(logs)
