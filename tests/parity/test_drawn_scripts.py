@@ -171,6 +171,16 @@ def test_a_term_that_knows_no_count_is_told(benches, choices):
     assert benches["losses"].try_script(KINDS["losses"].read(choices), "dp_shard=2")[0] == "told"
 
 
+@pytest.mark.parametrize("spec", ["pp=2", "dp_shard=2"])
+@pytest.mark.parametrize("model", ["gpt_oss", "opt"])
+def test_joined_rows_of_models_that_read_the_examples_before(benches, model, spec):
+    """Each rank joins other examples, and eager attention of these models does not keep them apart."""
+    choices = KINDS["sft"].read(f"model={model!r} ; packing=True")
+    outcome, lines = benches["sft"].try_script(choices, spec)
+    assert outcome == "refused"
+    assert any("packing=False with padding_free=False works" in line for line in lines)
+
+
 @pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in DRAWN for seed in range(SEEDS.get(name, 12))])
 def test_drawn_scripts(benches, name, seed):
     """Each is equal to one process or refused in words."""

@@ -31,6 +31,7 @@ from hf_parallel.hooks.logits_read import does_keep_no_logits
 from hf_parallel.hooks.patching import patch, refuse_unpatched, replace, replacing
 from hf_parallel.hooks.trainer.rows import JOINED
 from hf_parallel.hooks.trl import experimental, online, servers
+from hf_parallel.model.shrink import does_read_former_document, make_small_copy
 from hf_parallel.ranks import messages
 from hf_parallel.ranks.local import get_local
 from hf_parallel.ranks.mesh import get_stored
@@ -181,11 +182,8 @@ def check_trl_trainer(
         if data_ranks > 1 and kind.__name__ == "DPOTrainer" and loss in _COUPLED:
             why = f"is {_COUPLED[loss]} of a batch, of which each of {data_ranks} data ranks has a part"
             refuse(f"loss_type={loss}", why, "loss_type=sigmoid")
-    alpha = getattr(args, "neftune_noise_alpha", None)
-    joined = alpha is not None and getattr(trainer, "padding_free", False)
-    if joined and (data_ranks > 1 or config.pp_size > 1):
-        why = "draws noise by the tokens of a whole batch joined to one row, of which ranks and stages have a part"
-        refuse(f"neftune_noise_alpha={alpha:g} with padding_free or packing", why, "neftune_noise_alpha=None")
+    if getattr(trainer, "padding_free", False) and (data_ranks > 1 or config.pp_size > 1):
+        _check_joined_rows(model, args)
     check_own_functions(config, kind.__name__ if does_keep_no_logits(kind) else None)
     servers.check_servers(trainer, args)
     if kind.__module__.startswith("trl.experimental."):
@@ -201,6 +199,25 @@ def check_trl_trainer(
         do="the trainers of `trl sft`, `dpo`, `kto`, `reward`, `grpo`, `rloo` and `distillation` work, and CPO, ORPO, "
         "TPO, GKD, GOLD, IWOPD, OnlineDPO, SDFT, SDPO and GMPO of trl.experimental",
     )
+
+
+def _check_joined_rows(model: PreTrainedModel | None, args: TrainingArguments) -> None:
+    """Refuse a batch joined to one row whose examples have to do with each other: ranks and stages join others."""
+    alpha, config = getattr(args, "neftune_noise_alpha", None), runtime.mesh().config
+    if alpha is not None:
+        why = "draws noise by the tokens of a whole batch joined to one row, of which ranks and stages have a part"
+        refuse(f"neftune_noise_alpha={alpha:g} with padding_free or packing", why, "neftune_noise_alpha=None")
+    kernel = "" if model is None else str(model.config._attn_implementation)
+    if model is None or "flash" in kernel:
+        return
+    reads, model = False, getattr(model, "get_base_model", lambda: model)()
+    with contextlib.suppress(Exception):  # a model of which no small copy can be tried
+        reads = does_read_former_document(make_small_copy(model))
+    if reads:
+        where = f"{config.data_parallel_size} data ranks and pp_size={config.pp_size}"
+        why = f"attention ({kernel}) reads the examples before in its row, and ranks and stages join others"
+        do = "packing=False with padding_free=False works, and flash attention, which tells examples apart"
+        refuse(f"packing or padding_free of {type(model).__name__} with {where}", why, do=do)
 
 
 def _makes_pairs_itself(trainer: Trainer) -> bool:
