@@ -302,6 +302,16 @@ def find_reason_not_told_apart(copy: PreTrainedModel) -> str | None:
     return None
 
 
+def keeps_documents_apart(model: PreTrainedModel, kernel: str) -> bool:
+    """Return whether attention keeps the documents of a row apart, where positions that start again begin another.
+
+    Raises:
+        Exception: of whatever kind, where no small copy of the model can be tried.
+    """
+    # Flash attention reads positions itself; all others read a mask.
+    return "flash" in kernel or not does_read_former_document(make_small_copy(model))
+
+
 def does_read_former_document(copy: PreTrainedModel) -> bool:
     """Return whether outputs of a document depend on another before it in the sequence, where positions begin anew.
 

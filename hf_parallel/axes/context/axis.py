@@ -31,7 +31,7 @@ from hf_parallel.model.anatomy import (
     read_head_width_of,
 )
 from hf_parallel.model.known_masks import refuse_masked_targets
-from hf_parallel.model.shrink import does_read_former_document, make_small_copy
+from hf_parallel.model.shrink import keeps_documents_apart
 from hf_parallel.ranks.groups import connect_group
 from hf_parallel.ranks.mesh import ParallelMesh, list_axis_ranks
 
@@ -185,10 +185,8 @@ def _can_tell_packs_apart(model: PreTrainedModel, part: ContextPart) -> bool:
     """
     if not part.facts.causal:
         return False
-    if "flash" in part.facts.kernel:  # it reads positions itself; all others read a mask
-        return True
     try:
-        return not does_read_former_document(make_small_copy(model))
+        return keeps_documents_apart(model, part.facts.kernel)
     except Exception as error:
         raise ValueError(
             f"hf_parallel: whether {type(model).__name__} tells the documents of a row apart cannot be tried "

@@ -31,7 +31,7 @@ from hf_parallel.hooks.logits_read import does_keep_no_logits
 from hf_parallel.hooks.patching import patch, refuse_unpatched, replace, replacing
 from hf_parallel.hooks.trainer.rows import JOINED
 from hf_parallel.hooks.trl import experimental, online, servers
-from hf_parallel.model.shrink import does_read_former_document, make_small_copy
+from hf_parallel.model.shrink import keeps_documents_apart
 from hf_parallel.ranks import messages
 from hf_parallel.ranks.local import get_local
 from hf_parallel.ranks.mesh import get_stored
@@ -207,13 +207,13 @@ def _check_joined_rows(model: PreTrainedModel | None, args: TrainingArguments) -
     if alpha is not None:
         why = "draws noise by the tokens of a whole batch joined to one row, of which ranks and stages have a part"
         refuse(f"neftune_noise_alpha={alpha:g} with padding_free or packing", why, "neftune_noise_alpha=None")
-    kernel = "" if model is None else str(model.config._attn_implementation)
-    if model is None or "flash" in kernel:
+    if model is None:
         return
-    reads, model = False, getattr(model, "get_base_model", lambda: model)()
+    kernel, model = str(model.config._attn_implementation), getattr(model, "get_base_model", lambda: model)()
+    apart = True
     with contextlib.suppress(Exception):  # a model of which no small copy can be tried
-        reads = does_read_former_document(make_small_copy(model))
-    if reads:
+        apart = keeps_documents_apart(model, kernel)
+    if not apart:
         where = f"{config.data_parallel_size} data ranks and pp_size={config.pp_size}"
         why = f"attention ({kernel}) reads the examples before in its row, and ranks and stages join others"
         do = "packing=False with padding_free=False works, and flash attention, which tells examples apart"
