@@ -170,6 +170,7 @@ WAYS: dict[str, tuple] = {
     "twice": ("no", "trains_again", "evaluates_first"),
     "optimizers": trainers.WAYS["optimizers"][:3],
     "resumes": (False, True),
+    "resumes_on": trainers.WAYS["resumes_on"],
     "eval_sets": (1, 2),
 }
 OF_TRAINER: dict[str, tuple] = {

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, get_scheduler
 
 from tests import models, training
-from tests.drawn.bench import Choices, Kind, summarise
+from tests.drawn.bench import RESUMES_ON, Choices, Kind, summarise
 from tests.drawn.trainers import ADAPTED, DECODERS, KINDS_OF_LAYERS, OTHERS, WAYS, freeze
 from tests.rows import VOCABULARY, Rows, data, pad
 from tests.training import EVAL_SEED, TRAIN_SEED, activate, with_adapters
@@ -46,6 +46,7 @@ CHOICES: dict[str, tuple] = {
     "average": ("no", "ema_by_hand", "averaged_model"),
     "state": ("no", "saved", "loaded_back", "custom"),
     "resumes": (False, True),
+    "resumes_on": RESUMES_ON,
     "saves": ("unwrapped", "state_dict", "model_itself", "accelerator"),
     "generates": (False, True),
     "reads": ("nothing", "norm_of_weights", "parameters", "hidden_states"),

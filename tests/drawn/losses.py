@@ -18,6 +18,10 @@ from tests.drawn.trainers import ARGUMENTS, Keeper
 from tests.rows import PADDING, VOCABULARY, Rows
 from tests.training import activate
 
+#: Means over what a script's own columns or its tokens tell.
+OF_MORE = ("token_weights", "row_weights", "ids", "rows_of_a_kind")
+#: The column that such a mean needs, where it is none of the batch and not `loss_mask`.
+COLUMNS = {"token_weights": "token_weights", "row_weights": "row_weights", "rows_of_a_kind": "kind"}
 #: How the loss is written, and what its mean runs over.
 OF_LOSS: dict[str, tuple] = {
     "form": (
@@ -35,7 +39,7 @@ OF_LOSS: dict[str, tuple] = {
             "super",
         ),
     ),
-    "over": ("labels", "attention_mask", "loss_mask", "both"),
+    "over": ("labels", "attention_mask", "loss_mask", "both", *OF_MORE),
     "labels": ("kept", "popped", "copied"),
     "reads": ("attribute", "key", "place"),
     "second": ("none", "model", "z", "examples", "scaled", "entropy", "first_token", "hidden", "last_hidden"),
@@ -49,8 +53,7 @@ OF_LOSS: dict[str, tuple] = {
     "empty_rows": (False, True),
 }
 WAYS = {name: trainers.WAYS[name] for name in ("rows", "eval_rows", "batch", "metrics", "callbacks", "twice")}
-WAYS |= {name: trainers.WAYS[name] for name in ("resumes", "lora", "frozen", "optimizers")}
-WAYS["resumes_on"] = (None, "dp_shard=2", "tp=2", "pp=2", "dp_replicate=2,pp=2", "dp_shard=2,tp=2")
+WAYS |= {name: trainers.WAYS[name] for name in ("resumes", "resumes_on", "lora", "frozen", "optimizers")}
 LEFT_OUT = (
     *("label_smoothing_factor", "include_num_input_tokens_seen", "bf16", "bf16_full_eval", "full_determinism"),
     *("restore_callback_states_from_checkpoint", "eval_do_concat_batches", "include_for_metrics"),
@@ -82,9 +85,9 @@ def fit(chosen: Choices) -> Choices:
             plain |= {"second"}
     if chosen["given"] == "function" or chosen["trainer"] == "sft":
         plain |= {"more_columns"}
-        if chosen["over"] in ("loss_mask", "both"):
+        if chosen["over"] in ("loss_mask", "both", *OF_MORE):
             plain |= {"over"}
-    if chosen["over"] in ("loss_mask", "both"):
+    if chosen["over"] in ("loss_mask", "both", *OF_MORE):
         chosen |= {"more_columns": True}
     if chosen["more_columns"]:
         chosen |= {"remove_unused_columns": False}
@@ -97,8 +100,6 @@ def fit(chosen: Choices) -> Choices:
         plain |= {"metrics", "metric_for_best_model", "greater_is_better", "batch_eval_metrics"}
     if chosen["empty_rows"]:  # no batch of one process may be without targets
         chosen |= {"rows": 31, "batch": 8}
-    if not chosen["resumes"]:
-        plain |= {"resumes_on"}
     if chosen["form"] == "super" and "hidden" in chosen["second"]:
         plain |= {"second"}
     if chosen["form"] == "super":
@@ -117,7 +118,7 @@ class MaskedRows(Dataset):
 
     def __init__(self, rows: int, seed: int, chosen: Choices) -> None:
         self.rows, self.more = Rows(rows, seed, uneven_lengths=chosen["uneven_lengths"]), chosen["more_columns"]
-        self.empty = chosen["empty_rows"]
+        self.empty, self.column = chosen["empty_rows"], COLUMNS.get(chosen["over"], "loss_mask")
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -127,14 +128,25 @@ class MaskedRows(Dataset):
         if self.empty and index % 2:
             row["labels"][:] = -100
         tokens = torch.arange(len(row["labels"]))
-        return {**row, "loss_mask": ((tokens + index) % (index % 3 + 2) == 0).long()} if self.more else row
+        columns = {
+            "loss_mask": ((tokens + index) % (index % 3 + 2) == 0).long(),
+            "token_weights": 1 + (tokens * 7 + index * 5) % 4 / 3,
+            "row_weights": torch.tensor(1 + index % 4 / 2),
+            "kind": torch.tensor(index % 5 % 3),
+        }
+        return {**row, self.column: columns[self.column]} if self.more else row
 
 
 def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """A collator that pads to the longest row."""
-    stack, padding = torch.nn.utils.rnn.pad_sequence, {**PADDING, "loss_mask": 0}
+    stack, padding = torch.nn.utils.rnn.pad_sequence, {**PADDING, "loss_mask": 0, "token_weights": 0}
+    by_row = {
+        key: torch.stack([row[key] for row in rows])
+        for key in rows[0]
+        if key in COLUMNS.values() and key not in padding
+    }
     rows = [{key: torch.as_tensor(row[key]) for key in padding if key in row} for row in rows]
-    return {key: stack([row[key] for row in rows], True, padding[key]) for key in rows[0]}
+    return {**{key: stack([row[key] for row in rows], True, padding[key]) for key in rows[0]}, **by_row}
 
 
 def build_data(chosen: Choices, rows: int, seed: int, training: bool = False) -> Any:
@@ -168,6 +180,8 @@ def take_mean(chosen: Choices, logits: torch.Tensor, labels: torch.Tensor, held:
     if form == "weighted":
         far = 0.5 + torch.arange(held.shape[1], device=held.device) / 20
         return (losses * held * far).sum() / held.sum()
+    if held.is_floating_point() and form in ("indexed", "flattened", "items_or_mean", "loop"):
+        return (losses * held).sum() / held.sum()
     summed, count = (losses * held).sum(), held.sum()
     by_example = (losses * held).sum(1) / held.sum(1).clamp(min=1)
     ways = {
@@ -194,7 +208,7 @@ def add_second(chosen: Choices, loss: Any, logits: torch.Tensor, held: torch.Ten
         return loss + 0.1 * (logits[..., :3].square().mean(-1) * held).sum() / held.sum()
     if kind == "entropy":
         entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
-        return loss - 0.1 * entropy[held].mean()
+        return loss - 0.1 * (entropy[held].mean() if held.dtype == torch.bool else (entropy * held).sum() / held.sum())
     if kind == "hidden":
         return loss + 0.1 * (outputs.hidden_states[2][:, :-1].square().mean(-1) * held).sum() / held.sum()
     if kind == "last_hidden":  # of each example, as a head for rewards reads it
@@ -216,21 +230,30 @@ def find_held(chosen: Choices, batch: dict, labels: torch.Tensor) -> torch.Tenso
     over = chosen["over"]
     if over == "labels":
         return labels != -100
+    targets = labels != -100
     if over == "both":
-        return (labels != -100) & (batch["loss_mask"][:, 1:] > 0)
+        return targets & (batch["loss_mask"][:, 1:] > 0)
+    if over == "token_weights":
+        return targets * batch["token_weights"][:, 1:]
+    if over == "row_weights":
+        return targets * batch["row_weights"][:, None]
+    if over == "ids":
+        return targets & (batch["input_ids"][:, 1:] < VOCABULARY // 2)
+    if over == "rows_of_a_kind":
+        return targets * (0.1 + (batch["kind"] > 0))[:, None]
     return batch[over][:, 1:] > 0
 
 
 def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
     """A user's `compute_loss`."""
     chosen = self.chosen
+    more_columns = {name: inputs.pop(name, None) for name in ("loss_mask", *COLUMNS.values())}
     if chosen["form"] == "super":
         loss, outputs = self.base.compute_loss(self, model, inputs, True, num_items_in_batch)
         labels = inputs["labels"][:, 1:]
         loss = add_second(chosen, loss, outputs.logits[:, :-1].float(), labels != -100, outputs)
         return (loss, outputs) if return_outputs else loss
     batch = dict(inputs)
-    further = inputs.pop("loss_mask", None)
     given = inputs
     if chosen["labels"] == "popped":
         labels = inputs.pop("labels")
@@ -241,7 +264,7 @@ def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=N
     more = {"output_hidden_states": True} if "hidden" in chosen["second"] else {}
     outputs = model(**given, **more)
     logits, labels = read_logits(chosen, outputs)[:, :-1].float(), labels[:, 1:]
-    held = find_held(chosen, {**batch, "loss_mask": further}, labels)
+    held = find_held(chosen, {**batch, **more_columns}, labels)
     loss = take_mean(chosen, logits, labels, held, num_items_in_batch)
     loss = add_second(chosen, loss, logits, held, outputs)
     if chosen["logs"] == "figure" and model.training:

@@ -62,7 +62,7 @@ OF_ONE: dict[str, dict[str, tuple]] = {
 }
 WAYS: dict[str, tuple] = {
     **{name: trl_scripts.WAYS[name] for name in ("model_from", "adapters", "adapters_from", "texts")},
-    **{name: trl_scripts.WAYS[name] for name in ("callbacks", "dtype", "resumes")},
+    **{name: trl_scripts.WAYS[name] for name in ("callbacks", "dtype", "resumes", "resumes_on")},
     "model": ("llama", *trl_scripts.MODELS),
     "rows": (22, 13, 31),
     "eval_rows": (8, 13, 5),

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from tests import models, training
-from tests.drawn.bench import EXPERTS, Choices, Kind, summarise
+from tests.drawn.bench import EXPERTS, RESUMES_ON, Choices, Kind, summarise
 from tests.rows import Rows, data, pad
 from tests.training import EVAL_SEED, TRAIN_SEED, OwnTrainer, activate, arguments_of, own_loss, with_adapters
 
@@ -115,6 +115,7 @@ WAYS: dict[str, tuple] = {
     "callbacks": ("none", "early_stopping", "control", "stop", "watch", "rate", "freeze"),
     "twice": ("no", "trains_again", "evaluates_first", "new_trainer"),
     "resumes": (False, True),
+    "resumes_on": RESUMES_ON,
     "generates": (False, True),
     "dtype": ("float32", "bfloat16"),
     "config": ((), (("output_hidden_states", True),), (("use_cache", True),), (("num_hidden_layers", 3),)),

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from tests.drawn import trainers
-from tests.drawn.bench import EXPERTS, Choices, Kind
+from tests.drawn.bench import EXPERTS, RESUMES_ON, Choices, Kind
 from tests.drawn.trainers import Keeper
 from tests.training import EVAL_SEED, TRAIN_SEED, activate, arguments_of, own_loss
 from tests.trl_scripts import ROUNDED, make_tokenizer
@@ -131,6 +131,7 @@ WAYS: dict[str, tuple] = {
     "callbacks": ("none", "early_stopping", "control", "stop"),
     "twice": ("no", "trains_again", "evaluates_first", "evaluates_raw"),
     "resumes": (False, True),
+    "resumes_on": RESUMES_ON,
     "dtype": ("float32", "bfloat16"),
 }
 OWN_WAYS: dict[str, dict[str, tuple]] = {

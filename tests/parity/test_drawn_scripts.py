@@ -115,6 +115,18 @@ FOUND = {
         *("loops", "dp_replicate=2,batch_shares=3:1"),
         "dispatch_batches=True",
     ),
+    "a mean over the targets of labels and a mask, as many in both halves of the first trial": (
+        *("losses", "dp_replicate=2"),
+        "uneven_lengths=False ; over='both' ; more_columns=True ; remove_unused_columns=False ; batch=4",
+    ),
+    "a mean by weights of tokens": (
+        *("losses", "dp_shard=2"),
+        "over='token_weights' ; more_columns=True ; remove_unused_columns=False ; second='z'",
+    ),
+    "a mean by weights of rows, accumulated": (
+        *("losses", "dp_replicate=2,pp=2"),
+        "over='row_weights' ; more_columns=True ; remove_unused_columns=False ; gradient_accumulation_steps=2",
+    ),
 }
 
 
@@ -164,6 +176,8 @@ def test_a_loss_that_looks_at_examples_is_not_joined(benches, choices):
         "form='items' ; second='z'",
         "form='super' ; second='z'",
         "form='super' ; second='z' ; trainer='sft' ; remove_unused_columns=False",
+        "over='ids' ; more_columns=True ; remove_unused_columns=False",  # targets that no column tells
+        "over='rows_of_a_kind' ; more_columns=True ; remove_unused_columns=False",
     ],
 )
 def test_a_term_that_knows_no_count_is_told(benches, choices):

@@ -147,22 +147,34 @@ class Prepared(Session):
 
 
 def _test_cuts(engine: StageRunner, batch: Batch, made: list[Made], loss_of: Loss) -> torch.Tensor:
-    """Return for each of `CUTS` whether the losses of parts make up that of the batch, on disturbed outputs."""
+    """Return for each of `CUTS` whether the losses of parts make up that of the batch, on disturbed outputs.
+
+    Parts may have as many targets by chance, and a script's weights be alike in the first batch. A second trial
+    changes what a script may count; where it can compute no loss of that, the first one stands.
+    """
     generator = torch.Generator().manual_seed(0)  # ranks that share a sequence or a vocabulary disturb alike
-    padding = getattr(engine.model.config, "pad_token_id", None)
-    disturbed = disturb_batch(padding, batch, generator)
-    outputs = [_disturb_output(one.output, generator) for one in made]
-    with torch.no_grad():
+    padding, rows = getattr(engine.model.config, "pad_token_id", None), count_rows(batch)
 
-        def compute(answers: list[Answer], part: Batch) -> torch.Tensor:
-            return Prepared(engine, answers).run(functools.partial(loss_of, part))
+    def compute(answers: list[Answer], part: Batch) -> torch.Tensor:
+        return Prepared(engine, answers).run(functools.partial(loss_of, part))
 
-        whole, rows, held = compute(list(outputs), dict(disturbed)).float(), count_rows(batch), []
+    def test(disturbed: Batch) -> torch.Tensor:
+        outputs = [_disturb_output(one.output, generator) for one in made]
+        whole, held = compute(list(outputs), dict(disturbed)).float(), []
         for cut in CUTS:
             can_cut = rows % cut.rows == 0 and can_be_cut(rows // cut.rows, engine.config)
             count = count_micro_batches(rows // cut.rows, engine.config) if can_cut else 0
             held.append(can_cut and _does_cut_hold(cut, count, whole, disturbed, outputs, compute))
         return torch.tensor(held).float()
+
+    with torch.no_grad():
+        verdicts = test(disturb_batch(padding, batch, generator))
+        if not verdicts.any():
+            return verdicts
+        changed = change_columns(disturb_batch(padding, batch, generator), torch.ones(rows), generator)
+        with contextlib.suppress(Exception):
+            return verdicts * test(changed)
+    return verdicts
 
 
 def _does_cut_hold(
@@ -224,6 +236,27 @@ def disturb_batch(padding: int | None, batch: Batch, generator: torch.Generator)
             mask, targets = changed.get(f"{prefix}attention_mask"), changed.get(f"{prefix}{key}")
             if torch.is_tensor(mask) and torch.is_tensor(targets) and targets.shape == mask.shape:
                 changed[f"{prefix}{key}"] = targets.masked_fill(mask == 0, fill)
+    return changed
+
+
+def change_columns(batch: Batch, chosen: torch.Tensor, generator: torch.Generator) -> Batch:
+    """Halve weights, and take another class or token of the batch, at half of the places of chosen rows.
+
+    A script may count some of them.
+
+    Args:
+        chosen: [rows], 1 or 0.
+    """
+    changed, rows = dict(batch), len(chosen)
+    for key, value in batch.items():
+        if not torch.is_tensor(value) or value.dim() not in (1, 2) or len(value) != rows or value.dtype == torch.bool:
+            continue
+        places = torch.rand(value.shape, generator=generator) < 0.5 * chosen.view(-1, *[1] * (value.dim() - 1))
+        if value.is_floating_point():
+            changed[key] = torch.where(places.to(value.device), value / 2, value)
+        elif value.dim() == 1 or key.endswith("input_ids"):
+            others = torch.randint(value.numel(), value.shape, generator=generator).to(value.device)
+            changed[key] = torch.where(places.to(value.device), value.flatten()[others], value)
     return changed
 
 

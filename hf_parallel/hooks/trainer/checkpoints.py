@@ -86,7 +86,7 @@ class TrainerRecord:
         evaluates: does its `prediction_step`?
         knows_mean: is it known what the script's loss is a mean over, or that this cannot be known?
         looks_at_mean: how many batches have been looked at for that.
-        mean_over: a tensor of the batch that tells its targets, and whether the first of each sequence is none.
+        mean_over: tensors of the batch that tell its targets, and whether the first of each sequence is none.
         tries: is the script's loss computed only to look at it?
         held_logs: calls of `log` while the loss may have to be computed anew.
         told_unknown: has it been said that the script's loss is taken for a mean over rows?
@@ -119,7 +119,7 @@ class TrainerRecord:
     evaluates: bool = False
     knows_mean: bool = False
     looks_at_mean: int = 0
-    mean_over: tuple[str, bool] | None = None
+    mean_over: tuple[tuple[str, ...], bool] | None = None
     tries: bool = False
     held_logs: list[Callable[[], object]] | None = None
     told_unknown: bool = False

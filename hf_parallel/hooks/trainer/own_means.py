@@ -3,12 +3,14 @@
 A loss that is a mean over tokens by the script's own arithmetic, `(losses * mask).sum() / mask.sum()`, knows the
 tokens of one data rank. The average over data ranks is the mean over all tokens only if each rank weighs as many as it
 has. The first batch shows it: a few of its examples are taken twice, tokens are hidden in them, noise is put on what
-the model gave for them, and the loss is computed from all and from both halves. No model runs for that.
+the model gave for them, and the loss is computed from all and from both halves. No model runs for that. Halves may
+have as many targets by chance, so several such trials must agree.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
@@ -19,7 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from hf_parallel.axes.pipeline.batches import split_examples
-from hf_parallel.axes.pipeline.script_loss import disturb_batch
+from hf_parallel.axes.pipeline.script_loss import change_columns, disturb_batch
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.patching import replacing
 from hf_parallel.hooks.trainer.bad_numbers import remember_counts
@@ -30,8 +32,8 @@ from hf_parallel.ranks import messages
 if TYPE_CHECKING:
     from transformers import Trainer
 
-#: A tensor of the batch that tells targets, and whether the first of each sequence is none; None: examples.
-Targets: TypeAlias = tuple[str, bool] | None
+#: Tensors of the batch that tell targets together, and whether the first of each sequence is none; None: examples.
+Targets: TypeAlias = tuple[tuple[str, ...], bool] | None
 #: The loss by what stands for the model, a batch, and whether its count of targets is without end.
 Loss: TypeAlias = Callable[[Any, dict, bool], torch.Tensor]
 
@@ -39,6 +41,7 @@ Loss: TypeAlias = Callable[[Any, dict, bool], torch.Tensor]
 _EXAMPLES, _TOKENS = 4, 64
 #: So many batches are looked at until one tells.
 _LOOKS = 8
+_TRIALS = 3
 
 
 @dataclass
@@ -106,8 +109,8 @@ def find_mean(trainer: Trainer, first: FirstLoss, settled: bool, loss_of: Loss, 
     record.knows_mean, record.told_unknown = True, record.told_unknown or bool(common)
     record.mean_over = common[0] if common else None
     if record.mean_over is not None:
-        key, shifted = record.mean_over
-        tokens = f"{key}[:, 1:]" if shifted else key
+        keys, shifted = record.mean_over
+        tokens = " and ".join(f"{key}[:, 1:]" if shifted else key for key in keys)
         report.say(f"the script's loss is a mean over the targets of {tokens}: data ranks weigh by how many they have")
     return not common and all(vote.runs for vote in votes)
 
@@ -115,7 +118,7 @@ def find_mean(trainer: Trainer, first: FirstLoss, settled: bool, loss_of: Loss, 
 def count_targets_of_own_mean(trainer: Trainer, batch: Batch) -> torch.Tensor | None:
     """Return how many targets of this data rank the script's loss is a mean over, if that is known."""
     targets = record_of(trainer).mean_over
-    return None if targets is None or targets[0] not in batch else _count_targets(batch, targets)
+    return _count_targets(batch, targets) if targets is not None and batch.keys() >= set(targets[0]) else None
 
 
 def compute_share(trainer: Trainer, targets: torch.Tensor | None) -> torch.Tensor | float:
@@ -133,29 +136,50 @@ def compute_share(trainer: Trainer, targets: torch.Tensor | None) -> torch.Tenso
     return torch.where(total[1] == mesh.data_size, count[0] * mesh.data_size / total[0], step.share)
 
 
-def fill_missing_target(batch: Batch, targets: tuple[str, bool], count: torch.Tensor) -> None:
+def fill_missing_target(batch: Batch, targets: tuple[tuple[str, ...], bool], count: torch.Tensor) -> None:
     """Give a batch without targets one whose loss weighs nothing: a mean over nothing, and its gradient, is 0/0."""
-    key, _ = targets
-    batch[key] = batch[key].clone()
-    batch[key][0, -1] = torch.where(count == 0, not key.endswith("labels"), batch[key][0, -1])
+    for key in targets[0]:
+        batch[key] = batch[key].clone()
+        last = batch[key][(0, -1)[: batch[key].dim()]]
+        last.copy_(torch.where(count == 0, not _is_labels(key), last))
+
+
+def _is_labels(key: str) -> bool:
+    return key.endswith("labels")
 
 
 def _list_targets(batch: Batch) -> list[Targets]:
-    """List what a mean may run over: the examples, or the tokens that labels or masks of the batch tell."""
-    found: list[Targets] = [None]
+    """List what a mean may run over, the simplest first.
+
+    That is the examples, or the tokens that one or two tensors of the batch tell: labels, masks, and weights, whose
+    sum counts.
+    """
+    single: list[tuple[str, ...]] = []
     for key, value in sorted(batch.items()):
-        tells = key.endswith("labels") or "mask" in key
-        if tells and torch.is_tensor(value) and value.dim() == 2 and not value.is_floating_point():
-            found += [(key, True), (key, False)]
+        if torch.is_tensor(value) and value.dim() in (1, 2):
+            weighs = "mask" in key or ("weight" in key and value.is_floating_point())
+            if weighs or (_is_labels(key) and value.dim() == 2 and not value.is_floating_point()):
+                single.append((key,))
+    pairs = [one + other for one, other in itertools.combinations(single, 2)]
+    pairs = [pair for pair in pairs if len({batch[key].shape[:1] for key in pair}) == 1]
+    pairs = [pair for pair in pairs if len({batch[key].shape for key in pair if batch[key].dim() == 2}) == 1]
+    found: list[Targets] = [None]
+    for keys in (*single, *pairs):
+        has_tokens = any(batch[key].dim() == 2 for key in keys)
+        found += [(keys, True), (keys, False)] if has_tokens else [(keys, False)]
     return found
 
 
 def _count_targets(batch: Batch, targets: Targets) -> torch.Tensor:
     if targets is None:
         return torch.tensor(float(count_examples(batch) or 0))
-    key, shifted = targets
-    values = batch[key][:, 1:] if shifted else batch[key]
-    return (values != (-100 if key.endswith("labels") else 0)).sum().float()
+    keys, shifted = targets
+    held: Any = 1.0
+    for key in keys:
+        value = batch[key][:, 1:] if shifted and batch[key].dim() == 2 else batch[key]
+        told = value.float() if value.is_floating_point() else (value != (-100 if _is_labels(key) else 0)).float()
+        held = held * (told[:, None] if told.dim() == 1 and len(keys) > 1 else told)
+    return held.sum()
 
 
 def _take_examples(first: FirstLoss) -> tuple[dict, list]:
@@ -184,13 +208,38 @@ def _take_examples(first: FirstLoss) -> tuple[dict, list]:
 
 def _test_means(model: nn.Module, batch: dict, outputs: list, loss_of: Loss) -> Vote | None:
     """Return what the loss of the batch may be a mean over; None if this batch does not show it."""
-    generator, rows = torch.Generator().manual_seed(0), count_examples(batch) or 0
-    batch = disturb_batch(getattr(getattr(model, "config", None), "pad_token_id", None), batch, generator)
-    for key in dict.fromkeys(targets[0] for targets in _list_targets(batch) if targets is not None):
-        labels = key.endswith("labels")
-        hidden = torch.rand(batch[key].shape, generator=generator) < 0.2 * labels  # labels apart from masks
-        hidden[:, 0] = torch.arange(rows) < rows // 2  # the first tokens apart from the others
-        batch[key] = batch[key].masked_fill(hidden.to(batch[key].device), -100 if labels else 0)
+    vote = _test_means_once(model, batch, outputs, loss_of, 0)
+    for trial in range(1, _TRIALS):
+        if vote is None or not vote.over:
+            break
+        other = _test_means_once(model, batch, outputs, loss_of, trial)
+        if other is not None and other.runs:
+            vote = Vote([targets for targets in vote.over if targets in other.over])
+    return vote
+
+
+def _make_halves_unlike(padding: int | None, batch: dict, trial: int, generator: torch.Generator) -> dict:
+    """Hide other tokens in each half of a batch, so that a mean over tokens is none over examples.
+
+    Trials after the first one change weights, classes and tokens too, of which a script may count some. That may make
+    a batch of which it can compute no loss.
+    """
+    rows = count_examples(batch) or 0
+    batch = disturb_batch(padding, batch, generator)
+    first = torch.arange(rows) < rows // 2
+    for key in dict.fromkeys(key for targets in _list_targets(batch) if targets is not None for key in targets[0]):
+        if batch[key].is_floating_point() or batch[key].dim() == 1:
+            continue
+        hidden = torch.rand(batch[key].shape, generator=generator) < 0.2 * _is_labels(key)  # labels apart from masks
+        hidden[:, 0] = first  # the first tokens apart from the others
+        batch[key] = batch[key].masked_fill(hidden.to(batch[key].device), -100 if _is_labels(key) else 0)
+    return change_columns(batch, first.float(), generator) if trial else batch
+
+
+def _test_means_once(model: nn.Module, batch: dict, outputs: list, loss_of: Loss, trial: int) -> Vote | None:
+    generator, rows = torch.Generator().manual_seed(trial), count_examples(batch) or 0
+    padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+    batch = _make_halves_unlike(padding, batch, trial, generator)
 
     def is_by_row(value: Any) -> bool:
         return torch.is_tensor(value) and value.dim() > 0 and len(value) == rows
