@@ -66,6 +66,8 @@ class LoopLosses:
         weighed: losses of models, which are means over the targets of all data ranks, under `batch_shares`.
         forwards: calls of a model that trains, whose backward pass is not begun, under `batch_shares`.
         of_models: losses of models, whatever they are means over.
+        means: means of torch's own that the loop has computed, each with its number of targets.
+        weighs_means: does the loop train on such means? Ranks agree in its first backward pass.
         rows: of the latest call of a model that trains.
         told: has a line said what becomes of a loss of the loop's own?
         told_of_pairs: has a line said that a script's loss compares the examples of a data rank alone?
@@ -75,6 +77,8 @@ class LoopLosses:
     weighed: list[torch.Tensor] = field(default_factory=list)
     forwards: int = 0
     of_models: list[torch.Tensor] = field(default_factory=list)
+    means: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    weighs_means: bool | None = None
     rows: int | None = None
     told: bool = False
     told_of_pairs: bool = False

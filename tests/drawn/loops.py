@@ -82,7 +82,7 @@ def fit(chosen: Choices) -> Choices:
         chosen |= {"drop_last": True}  # rows that fill the last batch count, as under DDP
     if chosen["dispatch_batches"]:
         plain |= {"uneven_lengths"}  # which accelerate cannot join
-    if chosen["loss"] in ("mean", "no_labels"):
+    if chosen["loss"] in ("mean", "no_labels") and chosen["backward"] == "loss":
         plain |= {"even", "uneven_lengths", "data"}  # else the mean of data ranks' means, as under DDP
     if chosen["average"] == "averaged_model" and chosen["lora"]:
         plain |= {"average"}
@@ -427,7 +427,8 @@ def leaves_out(chosen: Choices, name: str, key: str) -> bool:
         return True
     # Rows with unlike counts of targets: without gradients each data rank has the loss of its own rows.
     uneven = chosen["metric"] == "reduced" or chosen["uneven_lengths"] or not chosen["even"]
-    return key == "eval_loss" and uneven
+    # A loop's own mean is weighed in its backward pass: what the script logs is the mean of data ranks' means.
+    return uneven and (key == "eval_loss" or key == "loss" and chosen["loss"] in ("mean", "no_labels"))
 
 
 def tolerances(chosen: Choices) -> tuple[float, float]:

@@ -45,6 +45,32 @@ def squares(accelerator, model, batch):
     return (model(input_ids=batch["input_ids"]).logits ** 2).sum()
 
 
+def of_logits(accelerator, model, batch):
+    logits = model(input_ids=batch["input_ids"]).logits
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def of_logits_scaled(accelerator, model, batch):
+    """Half of the classes weigh twice."""
+    logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+    weights = 1 + torch.arange(logits.shape[-1]) % 2
+    criterion = torch.nn.CrossEntropyLoss(weight=weights.to(logits))
+    return 0.5 * criterion(logits.transpose(1, 2), batch["labels"][:, 1:]) / 3
+
+
+def of_logits_weighed_by_hand(accelerator, model, batch):
+    """A script that weighs its rank's mean by itself."""
+    count = (batch["labels"][:, 1:] != -100).sum()
+    total = accelerator.reduce(count.clone())
+    return of_logits(accelerator, model, batch) * count * accelerator.num_processes / total
+
+
+def of_logits_and_squares(accelerator, model, batch):
+    logits = model(input_ids=batch["input_ids"]).logits
+    loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+    return loss + 0.01 * logits.square().mean()
+
+
 def paired(accelerator, model, batch):
     states = model(input_ids=batch["input_ids"], output_hidden_states=True).hidden_states
     one, other = states[-1][:, -1], states[1].mean(1)
@@ -89,9 +115,13 @@ def step(spec, folder, loss_of):
         (summed, ["loss * accelerator.num_processes"], False),
         (summed_for_all, ["taken for a mean over examples"], True),
         (squares, ["loss * accelerator.num_processes"], False),
-        (paired, ["compares each example", "taken for a mean"], False),
-        (paired_over_ranks, ["taken for a mean"], True),
-        (late_interaction, ["taken for a mean"], True),
+        (of_logits, [], True),
+        (of_logits_scaled, [], True),
+        (of_logits_weighed_by_hand, [], True),
+        (of_logits_and_squares, ["taken for a mean over examples"], False),
+        (paired, ["compares each example"], False),
+        (paired_over_ranks, [], True),
+        (late_interaction, [], True),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -107,6 +137,23 @@ def test_a_line_says_what_data_ranks_make_of_a_loss(runs, loss_of, words, equal)
             assert norm == pytest.approx(expected, rel=1e-5)
         if words == ["loss * accelerator.num_processes"]:
             assert norm * 2 == pytest.approx(expected, rel=1e-5)
+
+
+def step_without_accelerator(spec, folder):
+    """The lines about a step of torch's own `loss.backward()`."""
+    accelerator, model, optimizer = prepare_loop(spec, folder)
+    lines = []
+    report.say = lines.append
+    for batch in accelerator.prepare(DataLoader(Rows(ROWS, 11), ROWS // accelerator.num_processes)):
+        of_logits(accelerator, model, batch).backward()
+        optimizer.step()
+    return [line for line in lines if "accelerator.backward(loss) weighs them" in line]
+
+
+def test_a_line_says_that_a_backward_pass_is_not_weighed(runs):
+    assert not run_alone(step_without_accelerator, None, runs.initial("llama"))
+    ranks = run(step_without_accelerator, 2, "dp_shard=2", runs.initial("llama"), init=False)
+    assert all(len(told) == 1 for told in ranks)
 
 
 def gather_by_hand(part):

@@ -1,10 +1,11 @@
 """Losses in a loop without a Trainer, on data ranks: a line says what becomes of a loss of the loop's own.
 
-Under `batch_shares` a loss is weighed when its backward pass begins:
+A loss is weighed when its backward pass begins:
 
 the model's loss, also scaled     nothing to do: its means run over the targets of all data ranks
-a loss of the loop's own          taken for a mean over examples: times `n D / N`, for n of N examples on D ranks
-both in one sum                   refused: no factor is right for both
+a mean of torch's own, scaled     times `t D / T`, for t of T targets on D ranks, unless ranks scale unlike
+another loss of the loop's own    taken for a mean over examples: times `n D / N`, for n of N under `batch_shares`
+a model's and another in one sum  left as it is; under `batch_shares` refused: no factor is right for both
 
 Rows that only fill a last batch, as accelerate repeats them, have no part in a model's own loss:
 
@@ -20,11 +21,19 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import report, runtime
-from hf_parallel.hooks.accelerate.shares import compute_full_share, count_real_rows, cut_of, is_ragged, share_of_rows
+from hf_parallel.hooks.accelerate.shares import (
+    compute_full_share,
+    count_real_rows,
+    cut_of,
+    is_ragged,
+    share_of_rows,
+    weigh_loss,
+)
 
 if TYPE_CHECKING:
     from accelerate.state import GradientState
@@ -60,6 +69,15 @@ def note_forward(loss: torch.Tensor | None, counted: bool, given: Mapping[str, o
     if loop is not None:
         loop.forwards += 1
         loop.weighed += [loss] if counted and loss is not None else []
+
+
+def note_mean(value: torch.Tensor, count: torch.Tensor) -> None:
+    """Note a mean of torch's own over `count` targets that the loop has computed."""
+    current = runtime.current()
+    if current is None or current.in_trainer or current.mesh.data_size == 1 or value.grad_fn is None:
+        return
+    if current.loop.weighs_means is not False:
+        current.loop.means = [*current.loop.means[1 - _MOST_LOSSES :], (value, count)]
 
 
 def watch_first_batch(model: nn.Module) -> None:
@@ -131,24 +149,68 @@ def find_last_batch(given: Mapping[str, object]) -> runtime.LastBatch | None:
     return last if is_copy else None
 
 
-#: What changes no value on the way from a sum to a loss.
+#: What changes no value on the way from a sum to a loss, and what multiplies it.
 _KEEPS_VALUE = ("Clone", "View", "UnsafeView", "Squeeze", "Unsqueeze", "ToCopy", "Alias", "ReshapeAlias")
+_SCALES = ("Mul", "Div")
 
 
 def is_undivided_sum(node: Any, ends: set) -> bool:
     """Return whether a loss ends in a sum that nothing divides, none of a model's own losses."""
     if node is None or node in ends:
         return False
-    name = node.name().removesuffix("0").removesuffix("1").removesuffix("Backward")
+    name = _name_operation(node)
     if name in ("Add", "Sub", *_KEEPS_VALUE):
         return any(is_undivided_sum(before, ends) for before, _ in node.next_functions)
     return name == "Sum" or getattr(node, "_saved_reduction", None) == torch.nn._reduction.get_enum("sum")
 
 
+def _name_operation(node: Any) -> str:
+    return node.name().removesuffix("0").removesuffix("1").removesuffix("Backward")
+
+
+def _find_scaled_mean(loss: torch.Tensor, means: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """Return the mean that a loss is, or a multiple of, with its count of targets; None if it is anything else."""
+    noted, node = {mean.grad_fn: (mean, count) for mean, count in means}, loss.grad_fn
+    while node is not None and node not in noted and _name_operation(node) in (*_SCALES, *_KEEPS_VALUE):
+        before = [other for other, _ in node.next_functions if other is not None]
+        node = before[0] if len(before) == 1 else None
+    return noted.get(node)
+
+
+def _compute_weight_by_targets(loss: torch.Tensor, loop: runtime.LoopLosses, otherwise: float) -> Any:
+    """Return what a multiple of a mean of torch's own weighs by its targets. Collective over data ranks.
+
+    `otherwise` is the weight where a rank has another loss, or ranks scale by unlike numbers: such a loop weighs by
+    itself. Ranks agree in the first backward pass whether the loop has such means at all.
+    """
+    (means, loop.means), mesh = (loop.means, []), runtime.mesh()
+    found = _find_scaled_mean(loss, means)
+    loop.told |= found is not None
+    numbers = torch.zeros(4, dtype=torch.float64, device=mesh.device)
+    if found is not None:
+        mean, count = (value.detach().double() for value in found)
+        scale = torch.where((count == 0) | (mean == 0), 1.0, loss.detach().double() / mean)
+        numbers.copy_(torch.stack([count, torch.ones_like(count), count * scale, count * scale**2]))
+    total = numbers.clone()
+    dist.all_reduce(total, group=mesh.data_group)
+    if loop.weighs_means is None:
+        loop.weighs_means = bool(total[1])
+    targets, known, scales, squares = total.unbind()
+    alike = (squares * targets - scales**2).abs() <= (2 * torch.finfo(loss.dtype).eps) ** 2 * squares * targets
+    agreed = (known == mesh.data_size) & alike & (targets > 0)
+    return torch.where(agreed, numbers[0] * mesh.data_size / targets, otherwise).to(loss.device)
+
+
 def weigh(loss: torch.Tensor, state: GradientState) -> torch.Tensor:
     """Return the loss as its backward pass is to begin from, and say once what data ranks make of the loop's own."""
     current, ranks = runtime.current(), runtime.mesh().data_size
-    if current is not None and not current.in_trainer and not current.loop.told and ranks > 1:
+    if current is None or current.in_trainer or ranks == 1:
+        return loss
+    weight: Any = None
+    if current.loop.weighs_means is not False:
+        otherwise = compute_full_share(state) if current.config.shares_batches else 1.0
+        weight = _compute_weight_by_targets(loss, current.loop, otherwise)
+    if not current.loop.told:
         of_models, current.loop.of_models = current.loop.of_models, []
         current.loop.told = _find_sources(loss, of_models)[1]
         if current.loop.told and is_undivided_sum(loss.grad_fn, {one.grad_fn for one in of_models}):
@@ -160,12 +222,12 @@ def weigh(loss: torch.Tensor, state: GradientState) -> torch.Tensor:
         elif current.loop.told:
             report.say(
                 "the loop's own loss is taken for a mean over examples: if data ranks have different numbers of "
-                "targets, it is the mean of their means, not one process's loss; the model's own loss (labels=…) is "
-                "exact"
+                "targets, it is the mean of their means, not one process's loss; the model's own loss (labels=…) and "
+                "a mean of torch's own (cross_entropy) are exact"
             )
     loop = _get_watched_loop()
     if loop is None:
-        return loss
+        return loss if weight is None else weigh_loss(loss, weight)
     weighed, loop.weighed, loop.forwards = loop.weighed, [], 0
     what = f"batch_shares={runtime.mesh().config.batch_shares}"
     of_model, of_loop = _find_sources(loss, weighed)
@@ -177,12 +239,18 @@ def weigh(loss: torch.Tensor, state: GradientState) -> torch.Tensor:
     if cut_of(state) is None:
         why = "the loop reads batches that accelerate has not shared out"
         refuse(what, why, do="accelerator.prepare(loader) works")
-    return loss * compute_full_share(state)
+    return loss * compute_full_share(state) if weight is None else weigh_loss(loss, weight)
 
 
 def check_step() -> None:
-    """Refuse an optimizer's step after a backward pass that was not seen."""
-    loop = _get_watched_loop()
+    """Tell of an optimizer's step after a backward pass that was not seen; refuse it under `batch_shares`."""
+    current, loop = runtime.current(), _get_watched_loop()
+    if current is not None and current.loop.means and current.loop.weighs_means is None and not current.loop.told:
+        current.loop.told = True
+        report.say(
+            "loss.backward() averages the means of data ranks, which is not one process's mean if they have different "
+            "numbers of targets: accelerator.backward(loss) weighs them by targets"
+        )
     if loop is not None and loop.forwards:
         what = f"batch_shares={runtime.mesh().config.batch_shares}"
         refuse(what, "loss.backward() does not weigh a data rank's part", do="accelerator.backward(loss) works")

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hf_parallel.ask.keys.data import MEASURED
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.schedules import can_run_micro_batches
@@ -323,3 +325,10 @@ def compute_full_share(gradient_state: GradientState | OneLoader) -> float:
     """Return how much the mean over all rows of this rank's batch weighs, repeated ones included."""
     cut = cut_of(gradient_state)
     return 1.0 if cut is None else cut[runtime.mesh().data_rank] * len(cut) / sum(cut)
+
+
+def weigh_loss(loss: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
+    """Multiply a loss by its weight, where a mean over nothing, which is not a number, counts nothing."""
+    if torch.is_tensor(factor):
+        return (torch.where(factor == 0, 0.0, loss.float()) * factor).to(loss.dtype)
+    return loss if factor == 1 else (loss if factor else torch.nan_to_num(loss)) * factor

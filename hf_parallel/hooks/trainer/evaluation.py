@@ -31,6 +31,7 @@ from hf_parallel.hooks.accelerate.shares import (
     is_ragged,
     share_of_rows,
     take_batch,
+    weigh_loss,
 )
 from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.hooks.trainer import losses, means, own_means, rows
@@ -394,7 +395,7 @@ def _average_loss(
     mesh, dealt = runtime.mesh(), trainer.accelerator.gradient_state
     if mesh.data_size > 1:
         # evaluation_loop repeats the loss for each row and cuts at the remainder: right if all ranks carry the mean.
-        loss = means.weigh_loss(loss, share).detach().float().clone()
+        loss = weigh_loss(loss, share).detach().float().clone()
         dist.all_reduce(loss, group=mesh.data_group)
         loss = loss / mesh.data_size
     loader = dealt.active_dataloader

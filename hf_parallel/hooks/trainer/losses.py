@@ -22,7 +22,7 @@ from hf_parallel.axes.pipeline.script_loss import Plan, Prepared, can_cut_alike,
 from hf_parallel.axes.pipeline.unscheduled import Made, serve_script
 from hf_parallel.axes.tensor import lean_loss
 from hf_parallel.hooks import hangs, monitoring, report, runtime
-from hf_parallel.hooks.accelerate.shares import OneLoader, cut_of
+from hf_parallel.hooks.accelerate.shares import OneLoader, cut_of, weigh_loss
 from hf_parallel.hooks.logits_read import find_reader_before_trainer, has_own_compute_loss
 from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.hooks.trainer import bad_numbers, checkpoints, means, other_batches, own_means
@@ -428,7 +428,7 @@ def _weigh_result(self: Trainer, result: Computed, targets: torch.Tensor | None)
         if is_own(self):
             # Of the rows, or of the targets if the script returned their mean.
             share = own_means.compute_share(self, result["targets"] if targets is None else targets)
-        loss = means.weigh_loss(loss, share)
+        loss = weigh_loss(loss, share)
         if not result["known"] and is_own(self) and not _is_of_trl(self):
             _tell_unknown_mean(self)
     return (loss, *outputs) if outputs else loss

@@ -22,7 +22,9 @@ from torch.utils._pytree import tree_map
 
 from hf_parallel.ask.session import of_session
 from hf_parallel.hooks import report, runtime
+from hf_parallel.hooks.accelerate import loop_losses
 from hf_parallel.hooks.accelerate.paired_losses import refuse_pairs
+from hf_parallel.hooks.accelerate.shares import weigh_loss
 from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.model.calls import bind_by_name
 
@@ -211,10 +213,15 @@ def mean(original: Callable, *args: object, **kwargs: object) -> torch.Tensor:
             if rows <= (current.loop.rows or rows) and _is_comparing_rows(given, {}):
                 current.loop.told_of_pairs = True
                 report.say(_PAIRS.format(loss="loss" if value.requires_grad else "evaluation"))
-    if not now.forwards and now.scope is None:
+    loops = not now.forwards and now.scope is None
+    if loops and not value.requires_grad:
         return value
     former = given.get("size_average") is not None or given.get("reduce") is not None
     reduction = "none" if former else given.get("reduction", "mean")
+    if loops:
+        if reduction == "mean" and value.dim() == 0:
+            loop_losses.note_mean(value, COUNTS[original.__name__](given, value))
+        return value
     if reduction == "mean":
         if now.forwards and original.__name__ == "cross_entropy" and _is_comparing_rows(given, now.forwards[-1].given):
             refuse_pairs()
@@ -310,13 +317,6 @@ def compute_normaliser(count: torch.Tensor) -> torch.Tensor:
     mesh, total = runtime.mesh(), count * (not runtime.is_absent())
     dist.all_reduce(total, group=mesh.data_group)
     return total.clamp(min=1) * (now.forwards[-1].share or 1.0) / mesh.data_size
-
-
-def weigh_loss(loss: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
-    """Multiply a loss by its weight, where a mean over nothing, which is not a number, counts nothing."""
-    if torch.is_tensor(factor):
-        return (torch.where(factor == 0, 0.0, loss.float()) * factor).to(loss.dtype)
-    return loss if factor == 1 else (loss if factor else torch.nan_to_num(loss)) * factor
 
 
 #: Names by which scripts ask for the number of processes.
