@@ -13,7 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sized
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -293,7 +293,7 @@ def _reward_real_rows(
     def padded(rewards: torch.Tensor) -> torch.Tensor:
         return ask_all(torch.nn.functional.pad(rewards, (0, 0, 0, rows - len(rewards)), value=torch.nan))
 
-    module: Any = sys.modules[original.__module__]
+    module = sys.modules[original.__module__]
     ask_all = module.gather
     with replacing(module, gather=padded):
         rewards = original(*(column[: max(1, own)] for column in columns))
@@ -319,13 +319,18 @@ def _keep_logs_of_real_rows(trainer: GRPOTrainer | RLOOTrainer | DistillationTra
         repeated: rows of all data ranks that are repeats, the last ones.
     """
     logs = trainer._logs
-    batch: dict[str, Any] = {key: defaultdict(list) if isinstance(value, dict) else [] for key, value in logs.items()}
+    batch: dict[str, list | dict[str, list]] = {
+        key: defaultdict(list) if isinstance(value, dict) else [] for key, value in logs.items()
+    }
     with replacing(trainer, _logs=batch):
         yield
     for key, found in batch.items():
-        named = isinstance(found, dict)
-        for name, column in found.items() if named else [(key, found)]:
-            (logs[key][name] if named else logs[key]).extend(column[: len(column) - repeated])
+        if isinstance(found, dict):
+            columns = [(logs[key][name], column) for name, column in found.items()]
+        else:
+            columns = [(logs[key], found)]
+        for kept, column in columns:
+            kept.extend(column[: len(column) - repeated])
 
 
 def _without_repeats(trainer: GRPOTrainer | RLOOTrainer | DistillationTrainer, real: list[int], outputs: dict) -> dict:
