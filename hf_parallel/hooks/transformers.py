@@ -20,7 +20,7 @@ from hf_parallel.hooks.trainer import means
 from hf_parallel.model.calls import get_held_tokens
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, Trainer
 
 # ---- Files of the Hub while no Hub answers: transformers asks for half a minute before it says so -------------------
 
@@ -75,6 +75,16 @@ def push_to_hub(original: Callable, self: PreTrainedModel, *args: object, **kwar
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder, **size)
     return None
+
+
+@patch("transformers.trainer:Trainer.get_num_trainable_parameters", "counts those of one stage")
+def count_trainable_parameters(original: Callable, self: Trainer) -> int:
+    """Count those of the whole model."""
+    state = runtime.find_parallel_state(self.model)
+    if state is None or state.pipeline is None:
+        return original(self)
+    with state.pipeline.remote_modules.counted(getattr(self.model, "get_base_model", lambda: self.model)()):
+        return original(self)
 
 
 # ---- Experts whose part on a rank is narrower than the kernel reads -------------------------------------------------
