@@ -5,6 +5,7 @@ decides over a token follows from the row's place in the global batch, so that o
 """
 
 import os
+from collections.abc import Callable
 
 import torch
 from transformers import GenerationMixin, TrainerCallback
@@ -70,3 +71,16 @@ def second_reward(prompts: list[str], completions: list[str], **kwargs) -> list[
     """Another one, which says nothing about some texts."""
     pairs = zip(prompts, completions, strict=True)
     return [None if len(text) % 5 == 0 else float(sum(map(ord, text + prompt)) % 7) for prompt, text in pairs]
+
+
+def logged_reward(completions: list[str], log_extra: Callable, log_metric: Callable, **kwargs) -> list[float]:
+    """`reward`, which logs a column and a mean."""
+    rewards = reward(completions)
+    log_extra("letters", [len(text) for text in completions])
+    log_metric("mean_of_call", sum(rewards) / len(rewards))
+    return rewards
+
+
+async def reward_of_rank(completions: list[str], **kwargs) -> list[float]:
+    """Another one on each rank, as a judge's may be at each call; rank 0's is that of one process."""
+    return [float(len(set(text)) * (1 + int(os.environ.get("RANK", 0)))) for text in completions]

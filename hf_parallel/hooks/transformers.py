@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import warnings
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import constants
@@ -16,6 +18,9 @@ from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer import means
 from hf_parallel.model.calls import get_held_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Trainer
 
 # ---- Files of the Hub while no Hub answers: transformers asks for half a minute before it says so -------------------
 
@@ -54,6 +59,32 @@ def ask_hub(original: Callable, method: str, url: str, **kwargs: object) -> obje
     if method in ("HEAD", "GET") and url.startswith(constants.ENDPOINT) and hub.why_no_hub_answers():
         kwargs["max_retries"] = 0
     return original(method, url, **kwargs)
+
+
+@patch(
+    "transformers.{utils.hub:PushToHubMixin,modeling_utils:PreTrainedModel,tokenization_utils_base:"
+    "PreTrainedTokenizerBase,processing_utils:ProcessorMixin}.push_to_hub",
+    "uploads from each process",
+)
+def push_to_hub(original: Callable, self: PreTrainedModel, *args: object, **kwargs: object) -> object:
+    """Upload from rank 0, to which the others send their part of a model."""
+    if runtime.mesh().rank == 0:
+        return original(self, *args, **kwargs)
+    if runtime.find_parallel_state(self) is not None:
+        size = {name: kwargs[name] for name in ("max_shard_size",) if name in kwargs}
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, **size)
+    return None
+
+
+@patch("transformers.trainer:Trainer.get_num_trainable_parameters", "counts those of one stage")
+def count_trainable_parameters(original: Callable, self: Trainer) -> int:
+    """Count those of the whole model."""
+    state = runtime.find_parallel_state(self.model)
+    if state is None or state.pipeline is None:
+        return original(self)
+    with state.pipeline.remote_modules.counted(getattr(self.model, "get_base_model", lambda: self.model)()):
+        return original(self)
 
 
 # ---- Experts whose part on a rank is narrower than the kernel reads -------------------------------------------------

@@ -4,12 +4,15 @@ Each layout runs all scripts of a group in one fork; the reference is one proces
 """
 
 import pytest
-from transformers import DataCollatorWithFlattening
+from peft import LoraConfig, get_peft_model
+from transformers import DataCollatorWithFlattening, Trainer
 
 from tests import counted_scripts as scripts
+from tests import models
 from tests.counted_scripts import Counted, encoder
 from tests.distributed import run, run_alone
-from tests.training import activate, axes, none, number_differences
+from tests.rows import Rows
+from tests.training import activate, axes, none, number_differences, trainer_of
 
 TWICE = {"gradient_accumulation_steps": 2}
 METRICS = {"include_for_metrics": ["inputs", "loss"]}
@@ -129,3 +132,27 @@ def test_same_numbers_as_one_process(references, group, spec, capfd):
     if group in SAID:
         words, times = SAID[group]
         assert capfd.readouterr().err.count(words) == times
+
+
+class CountsItself(Trainer):
+    """A script's own count of floating-point operations."""
+
+    def floating_point_ops(self, inputs):
+        return 7.0 * len(inputs["input_ids"])
+
+
+def count_whole(spec: str | None, out: str, adapters: bool) -> tuple[float, int]:
+    """What Trainer says of a whole training, and of the whole model."""
+    data_ranks, model = activate(spec), models.build("qwen3")  # tied
+    model = get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj"])) if adapters else model
+    trainer, _ = trainer_of(model, out, data_ranks, {}, CountsItself, train_dataset=Rows(22, 3))
+    trainer.train()
+    return trainer.state.total_flos, trainer.get_num_trainable_parameters()
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("spec", ["tp=2", "pp=2", "dp_shard=2"])
+def test_operations_and_parameters_are_those_of_one_process(spec, adapters, tmp_path):
+    expected = run_alone(count_whole, None, str(tmp_path / "one"), adapters)
+    assert expected[0] == 7 * 22
+    assert run(count_whole, 2, spec, str(tmp_path / "many"), adapters, init=False) == [expected] * 2

@@ -1,24 +1,26 @@
 """Ways to save and to generate outside Trainer, on every kind of layout."""
 
+from types import SimpleNamespace
+
+import peft
 import pytest
 import torch
+from accelerate import Accelerator
+from transformers.utils import hub
 
 from tests import models
 from tests.distributed import run, run_alone
 from tests.training import activate, axes, none, weight_differences
+from tests.trl_scripts import make_tokenizer
 
 SPECS = ("dp_shard=2", "tp=2", "pp=2", "tp=2,pp=2")
 
 
 def save_gathered(spec: str | None, folder: str) -> None:
     """The idiom of Accelerate's examples: gather the state dict on all ranks, write it on the main process."""
-    from accelerate import Accelerator
-
     activate(spec)
     accelerator = Accelerator(cpu=True)
-    model = (
-        accelerator.prepare_model(models.build("qwen3")) if not spec else accelerator.prepare(models.build("qwen3"))
-    )
+    model = accelerator.prepare_model(models.build("qwen3"))
     unwrapped = accelerator.unwrap_model(model)
     unwrapped.save_pretrained(
         folder,
@@ -33,6 +35,35 @@ def test_a_gathered_state_dict_saves(spec, tmp_path):
     run_alone(save_gathered, None, str(tmp_path / "one"))
     run(save_gathered, axes(spec)["world"], spec, str(tmp_path / "many"), init=False)
     none(weight_differences(str(tmp_path / "many"), str(tmp_path / "one"), 0.0))
+
+
+def upload(spec: str | None) -> list[tuple]:
+    """What this process uploads of a model in one file, in several, of its adapters and of a tokenizer."""
+    activate(spec)
+    calls: list[tuple] = []
+
+    class Hub:
+        def create_repo(self, name, **kwargs):
+            calls.append((name,))
+            return SimpleNamespace(repo_id=name)
+
+        def create_commit(self, repo_id, operations, **kwargs):
+            calls.append((repo_id, sorted(one.path_in_repo for one in operations)))
+
+    hub.hf_api, hub.create_and_tag_model_card = Hub, lambda *args, **kwargs: SimpleNamespace(save=lambda path: None)
+    model = Accelerator(cpu=True).prepare(models.build("llama"))
+    model.push_to_hub("one")
+    model.push_to_hub("several", max_shard_size="50KB")
+    make_tokenizer().push_to_hub("tokenizer")
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).push_to_hub("adapters")
+    return calls
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "pp=2"])
+def test_uploads_are_those_of_one_process(spec):
+    expected = run_alone(upload, None)
+    assert len(expected) == 8
+    assert run(upload, 2, spec, init=False) == [expected, []]
 
 
 def generate(spec: str | None) -> list[list[int]]:

@@ -4,6 +4,7 @@ Draws belong to rows here (`rollouts.py`), else other numbers of data ranks draw
 places, so that data ranks generate for different times. With one data rank real draws are compared too.
 """
 
+import json
 import os
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,8 @@ BASE = (
     "--reward_funcs tests.rollouts.reward tests.rollouts.second_reward --num_generations 2 --max_completion_length 8 "
     '--max_steps 4 --generation_kwargs {"use_cache":true} '
 )
+#: What TRL writes to a checkpoint about a coefficient that follows the entropy.
+CONTROL = "entropy_ctrl_state.json"
 #: 13 prompts: 26 rows, of which the last batch leaves 2 for the first data rank and none for the second.
 EVALUATED = "--eval_strategy steps --eval_steps 2 "
 CASES = {
@@ -41,6 +44,9 @@ CASES = {
     "--importance_sampling_level sequence --log_completions true",
     # All tokens have nearly one entropy in the first step, where the loss looks like a mean over rows.
     "entropy": "--model_name_or_path MODEL:level --loss_type dr_grpo --entropy_coef 0.5 --learning_rate 0.5",
+    # The last evaluated batch leaves a data rank without a row: what is repeated there is not logged either.
+    "logged": "--reward_funcs tests.rollouts.logged_reward tests.rollouts.second_reward --log_completions true "
+    + EVALUATED,
     "rloo": f"--beta 0.1 --gradient_accumulation_steps 2 {EVALUATED}",
 }
 
@@ -56,6 +62,7 @@ CASES = {
             "evaluated-dapo": "dp_shard=2 dp_shard=2,pp=2",
             "model": "tp=2 dp_shard=2 pp=2",
             "entropy": "pp=2 tp=2",
+            "logged": "dp_shard=2 dp_replicate=2,pp=2",
         }
     ),
 )
@@ -72,6 +79,24 @@ def read_completions(run_folder) -> pandas.DataFrame:
     files = sorted(Path(run_folder, "completions").iterdir())
     assert len(files) == 4  # steps
     return pandas.concat([pandas.read_parquet(file) for file in files])
+
+
+@pytest.mark.parametrize("spec", ["cp=2", "tp=2", "pp=2"])
+def test_one_rank_of_a_model_rewards(trl_runs, spec):
+    trl_runs.check("grpo", "prompt", BASE + "--reward_funcs tests.rollouts.reward_of_rank", spec)
+
+
+def test_a_coefficient_that_follows_the_entropy_is_resumed(trl_runs):
+    """The last stage alone computes the loss, which moves it; rank 0 writes it down."""
+    asked = (
+        BASE
+        + "--use_adaptive_entropy true --entropy_target 40 --entropy_coef_delta 0.05 --generation_kwargs "
+        + ('{"do_sample":false} --save_strategy steps --save_steps 2')
+    )
+    saved = trl_runs.reference("grpo", "prompt", asked), trl_runs.parallel("grpo", "prompt", asked, "pp=2")[0]
+    expected, found = (json.loads(Path(run.folder, "checkpoint-2", CONTROL).read_text()) for run in saved)
+    assert found == pytest.approx(expected, rel=1e-6)  # one rounding of an entropy
+    trl_runs.check("grpo", "prompt", f"{asked} --resume_from_checkpoint {saved[1].folder}/checkpoint-2", "pp=2")
 
 
 @pytest.mark.support("trl rloo")

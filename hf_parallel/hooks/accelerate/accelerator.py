@@ -103,48 +103,59 @@ def local_sgd(original: Callable, self: LocalSGD, *args: object, **kwargs: objec
 _BY_PARAMETER = {"torch", "torchao", "transformers", "bitsandbytes", "accelerate"}
 
 
-@patch("accelerate.accelerator:Accelerator.prepare", "models and optimizers made before become parallel")
+@patch("accelerate.accelerator:Accelerator.prepare", "models made before become parallel")
 def prepare(original: Callable, self: Accelerator, *args: object, **kwargs: object) -> object:
-    """Make models parallel and point optimizers that were made before at their new parameters."""
-    mesh = runtime.mesh()
-    if self.mixed_precision == "fp16" and mesh.device.type == "cpu":
+    """Make all models parallel before any optimizer is prepared."""
+    if self.mixed_precision == "fp16" and runtime.mesh().device.type == "cpu":
         refuse("fp16", "accelerate scales losses on accelerators only, not on CPUs", "bf16")
     scale_together(self)
     for model in (arg for arg in args if isinstance(arg, nn.Module)):
-        make_parallel(model)
-        normalise_over_data_ranks(model)
-        if (state := runtime.find_parallel_state(model)) is not None:
-            # Scripts ask DDP for `no_sync`, and in loops for `module`, where there are several processes.
-            if not hasattr(model, "no_sync"):
-                vars(model)["no_sync"] = types.MethodType(defer_reduction, model)
-            if mesh.data_size > 1 and runtime.is_loop() and not hasattr(model, "module"):
-                vars(model)["module"] = ModuleOfDDP(model)
-            if self.scaler is not None and state.pipeline is not None:
-                # A schedule runs its backward passes before the script scales the loss.
-                state.pipeline.services.scale_loss = self.scaler.scale
-        monitoring.watch_loop_model(model, str(self.project_dir or hangs.OUTPUTS))
-        model.register_forward_pre_hook(hangs.mark_forward_pass)
-    for optimizer in (arg for arg in args if isinstance(arg, torch.optim.Optimizer)):
-        inner = getattr(optimizer, "optimizer", optimizer)
-        size, kind = mesh.size("pp"), type(inner)
-        if kind.__name__ == "LoraFAOptimizer":  # it multiplies the A of each adapter with itself
-            refuse(kind.__name__, "needs whole adapters, of which ranks hold parts", "AdamW")
-        bitsandbytes.check_eight_bit(optimizer)
-        if size > 1 and kind.__module__.partition(".")[0] not in _BY_PARAMETER:
-            report.say(
-                f"{kind.__name__} has the parameters of one stage of pp_size={size}: a norm over all of them, or a "
-                "choice among them, is the stage's; hf_parallel.clip_grad_norm(model, float(\"inf\")) is the model's "
-                "(docs/idioms.md)"
-            )
-        follow_parameters(optimizer)
-        if unlike := count_unlike_blocks(inner):
-            report.say(
-                f"{kind.__name__} keeps states of few bits in blocks, which begin anew in each rank's part of "
-                f"{unlike} parameters: they round otherwise than in one process; adamw_torch does not round"
-            )
-        host_step.check_host_optimizer(inner)
-        monitoring.follow_steps(inner)
+        _make_ready(self, model)
     return original(self, *args, **kwargs)
+
+
+def _make_ready(accelerator: Accelerator, model: nn.Module) -> None:
+    mesh = runtime.mesh()
+    make_parallel(model)
+    normalise_over_data_ranks(model)
+    if (state := runtime.find_parallel_state(model)) is not None:
+        # Scripts ask DDP for `no_sync`, and in loops for `module`, where there are several processes.
+        if not hasattr(model, "no_sync"):
+            vars(model)["no_sync"] = types.MethodType(defer_reduction, model)
+        if mesh.data_size > 1 and runtime.is_loop() and not hasattr(model, "module"):
+            vars(model)["module"] = ModuleOfDDP(model)
+        if accelerator.scaler is not None and state.pipeline is not None:
+            # A schedule runs its backward passes before the script scales the loss.
+            state.pipeline.services.scale_loss = accelerator.scaler.scale
+    monitoring.watch_loop_model(model, str(accelerator.project_dir or hangs.OUTPUTS))
+    model.register_forward_pre_hook(hangs.mark_forward_pass)
+
+
+@patch("accelerate.accelerator:Accelerator.prepare_optimizer", "was made before its model became parallel")
+def prepare_optimizer(
+    original: Callable, self: Accelerator, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object
+) -> object:
+    """Point an optimizer at the parallel model's parameters, and say where it differs from one process."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    size, kind = runtime.mesh().size("pp"), type(inner)
+    if kind.__name__ == "LoraFAOptimizer":  # it multiplies the A of each adapter with itself
+        refuse(kind.__name__, "needs whole adapters, of which ranks hold parts", "AdamW")
+    bitsandbytes.check_eight_bit(optimizer)
+    if size > 1 and kind.__module__.partition(".")[0] not in _BY_PARAMETER:
+        report.say(
+            f"{kind.__name__} has the parameters of one stage of pp_size={size}: a norm over all of them, or a "
+            "choice among them, is the stage's; hf_parallel.clip_grad_norm(model, float(\"inf\")) is the model's "
+            "(docs/idioms.md)"
+        )
+    follow_parameters(optimizer)
+    if unlike := count_unlike_blocks(inner):
+        report.say(
+            f"{kind.__name__} keeps states of few bits in blocks, which begin anew in each rank's part of "
+            f"{unlike} parameters: they round otherwise than in one process; adamw_torch does not round"
+        )
+    host_step.check_host_optimizer(inner)
+    monitoring.follow_steps(inner)
+    return original(self, optimizer, *args, **kwargs)
 
 
 def make_parallel(model: nn.Module) -> None:
@@ -318,6 +329,8 @@ def prepare_model(
     evaluation_mode: bool = False,
 ) -> object:
     """Apply autocast, and compile layers, not the whole model. The parallel model places and reduces by itself."""
+    if not evaluation_mode and runtime.find_parallel_state(model) is None:  # the script calls it by itself
+        _make_ready(self, model)
     state = runtime.find_parallel_state(model)
     if state is None:
         return original(self, model, device_placement=device_placement, evaluation_mode=evaluation_mode)
@@ -335,7 +348,8 @@ def prepare_model(
     with replacing(plugin, backend=type(plugin.backend)("NO")):
         prepared = original(self, model, device_placement=False, evaluation_mode=True)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision or "")
-    if dtype is not None:
+    casts = self.autocast_handler is None or self.autocast_handler.enabled
+    if dtype is not None and casts:
         # Data ranks gather fp32 weights in 16 bits; accelerate's autocast, inside the forward, would come too late.
         for each in [part._hf_parallel for part in state.parts] or [state]:
             compute_in(each.root, dtype)

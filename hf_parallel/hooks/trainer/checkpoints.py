@@ -8,12 +8,13 @@ With async_save=true training goes on once weights and optimizer state are copie
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -88,6 +89,7 @@ class TrainerRecord:
         looks_at_mean: how many batches have been looked at for that.
         mean_over: tensors of the batch that tell its targets, and whether the first of each sequence is none.
         tries: is the script's loss computed only to look at it?
+        kept_numbers: names of the trainer's numbers that the script's loss changes.
         held_logs: calls of `log` while the loss may have to be computed anew.
         told_unknown: has it been said that the script's loss is taken for a mean over rows?
         told_unreached: has it been said that steps of `profile_steps` come after the end?
@@ -121,6 +123,7 @@ class TrainerRecord:
     looks_at_mean: int = 0
     mean_over: tuple[tuple[str, ...], bool] | None = None
     tries: bool = False
+    kept_numbers: set[str] = field(default_factory=set)
     held_logs: list[Callable[[], object]] | None = None
     told_unknown: bool = False
     told_unreached: bool = False
@@ -147,6 +150,31 @@ def record_of(trainer: Trainer) -> TrainerRecord:
     if _PLACE not in vars(trainer):
         vars(trainer)[_PLACE] = TrainerRecord()
     return vars(trainer)[_PLACE]
+
+
+# ---- Numbers that a loss keeps on its trainer, such as a coefficient that follows the entropy -----------------------
+# In a pipeline the last stage alone computes the loss, and rank 0 writes the checkpoint.
+
+
+@contextlib.contextmanager
+def note_kept_numbers(trainer: Trainer) -> Iterator[None]:
+    """Note which numbers of the trainer a loss, computed inside the `with`, changes."""
+    before = _list_numbers(trainer)
+    yield
+    record_of(trainer).kept_numbers |= dict(_list_numbers(trainer).items() - before.items()).keys()
+
+
+def tell_kept_numbers(trainer: Trainer) -> None:
+    """Give the last stage's numbers to all stages. Collective in a pipeline."""
+    state, numbers = runtime.find_parallel_state(trainer.model), _list_numbers(trainer)
+    if state is not None and state.pipeline is not None:
+        kept: dict[str, object] = {name: numbers[name] for name in record_of(trainer).kept_numbers & numbers.keys()}
+        state.pipeline.tell(kept)
+        vars(trainer).update(kept)
+
+
+def _list_numbers(trainer: Trainer) -> dict[str, object]:
+    return {name: value for name, value in vars(trainer).items() if isinstance(value, int | float | str)}
 
 
 # ---- What follows a save in the background: callbacks and uploads, when the folder has its name ---------------------
@@ -205,6 +233,7 @@ def save_checkpoint(original: Callable, self: Trainer, model: PreTrainedModel, t
     with hangs.allow_long_phase("a save"):
         wait_for_save(self)
         forget_in_flight(self)
+        tell_kept_numbers(self)
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         run, mesh = self._get_output_dir(trial=trial), runtime.mesh()

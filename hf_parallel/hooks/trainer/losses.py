@@ -380,6 +380,7 @@ def _call_compute_loss(
         _without_gradients_of_absent(model, is_own(self) and step.real_rows == 0),
         unread,
         preferences.count_metrics_by_rows(self),
+        checkpoints.note_kept_numbers(self),
         watching as seen,
     ):
         result = own(model, inputs, *args, **kwargs)

@@ -439,11 +439,19 @@ def _record_timeline(trainer: Trainer) -> contextlib.AbstractContextManager:
     return state.pipeline.recorded(path)
 
 
-@patch("transformers.trainer:Trainer.floating_point_ops", "counts repeated rows, and once per rank of a model")
+@patch("transformers.trainer:Trainer.floating_point_ops", "counts repeated rows")
 def floating_point_ops(original: Callable, self: Trainer, inputs: dict) -> float:
-    """Return this rank's share of the floating-point operations: Trainer sums over all ranks."""
-    state, count = runtime.find_parallel_state(self.model), original(self, _select_counted(self, inputs))
-    return count if state is None else count * state.config.data_parallel_size / state.config.world_size
+    """Count the floating-point operations of real rows."""
+    return original(self, _select_counted(self, inputs))
+
+
+@patch("transformers.trainer:Trainer.store_flos", "counts a batch once per rank of a model")
+def store_flos(original: Callable, self: Trainer) -> None:
+    """Add this rank's share of the floating-point operations, also of a script's own count: Trainer sums all ranks."""
+    config = runtime.mesh().config
+    if runtime.find_parallel_state(self.model) is not None:
+        self.current_flos *= config.data_parallel_size / config.world_size
+    original(self)
 
 
 @patch("transformers.trainer:Trainer._track_num_input_tokens", "counts repeated rows")

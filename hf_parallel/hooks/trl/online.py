@@ -7,8 +7,11 @@ padded and shuffled over the global batch, so that each micro-batch holds the ro
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sized
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sized
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, NoReturn
 
@@ -213,9 +216,12 @@ def generate_and_score(
         else:
             lengths = functools.partial(_generate_with_real_lengths, self.accelerator, sum(real), self._generate)
             changed: dict[str, Callable] = {"_generate": lengths}
+            rewards = getattr(self, "_calculate_rewards", None)
+            if rewards is not None and rewards.__module__.startswith("trl."):  # a script's own may count on all rows
+                changed["_calculate_rewards"] = functools.partial(_reward_real_rows, self, real, rewards)
             if scores := getattr(self, "_get_per_token_logps_and_entropies", None):
                 changed["_get_per_token_logps_and_entropies"] = functools.partial(_zero_repeated_scores, real, scores)
-            with replacing(self, **changed):
+            with replacing(self, **changed), _keep_logs_of_real_rows(self, rows * mesh.data_size - sum(real)):
                 outputs = _without_repeats(self, real, original(self, inputs))
     finally:
         _scored.reset(token)
@@ -232,7 +238,7 @@ def gather(original: Callable, tensor: torch.Tensor) -> torch.Tensor:
     gathered, mesh, generated = original(tensor), runtime.mesh(), _scored.get()
     if gathered.ndim != 2:  # RLOO's penalties
         return gathered
-    for axis in ("pp", "tp"):
+    for axis in ("pp", "cp", "tp"):
         if mesh.size(axis) > 1:
             dist.broadcast(gathered, group=mesh.group(axis), group_src=0)
     if generated is not None:
@@ -275,6 +281,29 @@ def _generate_with_real_lengths(accelerator: Accelerator, real: int, original: C
         return original(prompts)
 
 
+def _reward_real_rows(
+    trainer: GRPOTrainer | RLOOTrainer, real: list[int], original: Callable, *columns: list
+) -> object:
+    """Ask for the rewards of rows that are not repeated, which count in what reward functions log.
+
+    A rank without one asks about a single row, because reward models may be sharded. Its answers are dropped.
+    """
+    rows, own = len(columns[0]), real[runtime.mesh().data_rank]
+
+    def padded(rewards: torch.Tensor) -> torch.Tensor:
+        return ask_all(torch.nn.functional.pad(rewards, (0, 0, 0, rows - len(rewards)), value=torch.nan))
+
+    module = sys.modules[original.__module__]
+    ask_all = module.gather
+    with replacing(module, gather=padded):
+        rewards = original(*(column[: max(1, own)] for column in columns))
+    for values in getattr(trainer, "_pending_metrics", {}).values():  # means over rows, weighted by them
+        values[:] = values * own
+    for values in getattr(trainer, "_pending_extra_logs", {}).values():
+        values[own:] = [None] * (rows - own)
+    return rewards
+
+
 def _zero_repeated_scores(real: list[int], original: Callable, *args: object, **kwargs: object) -> tuple:
     """Log-probabilities of repeated rows are zero: policy and reference agree about them."""
     logps, *others = original(*args, **kwargs)
@@ -282,22 +311,38 @@ def _zero_repeated_scores(real: list[int], original: Callable, *args: object, **
     return logps, *others
 
 
+@contextlib.contextmanager
+def _keep_logs_of_real_rows(trainer: GRPOTrainer | RLOOTrainer | DistillationTrainer, repeated: int) -> Iterator[None]:
+    """Collect the columns of a batch apart, then add them without the last rows: TRL's columns drop their oldest ones.
+
+    Args:
+        repeated: rows of all data ranks that are repeats, the last ones.
+    """
+    logs = trainer._logs
+    batch: dict[str, list | dict[str, list]] = {
+        key: defaultdict(list) if isinstance(value, dict) else [] for key, value in logs.items()
+    }
+    with replacing(trainer, _logs=batch):
+        yield
+    for key, found in batch.items():
+        if isinstance(found, dict):
+            columns = [(logs[key][name], column) for name, column in found.items()]
+        else:
+            columns = [(logs[key], found)]
+        for kept, column in columns:
+            kept.extend(column[: len(column) - repeated])
+
+
 def _without_repeats(trainer: GRPOTrainer | RLOOTrainer | DistillationTrainer, real: list[int], outputs: dict) -> dict:
-    """Repeated rows keep their place but have no token that counts; logs and means are of the real ones."""
+    """Repeated rows keep their place but have no token that counts; means are of the real ones."""
     mesh, mask = runtime.mesh(), outputs["completion_mask"].clone()
     mask[real[mesh.data_rank] :] = 0
     tokens = torch.stack([outputs["completion_mask"].sum(), mask.sum()])
     dist.all_reduce(tokens, group=mesh.data_group)
-    rows, logs, metrics = len(mask) * mesh.data_size, trainer._logs, trainer._metrics["eval"]
+    rows, metrics = len(mask) * mesh.data_size, trainer._metrics["eval"]
     changed = {"completion_mask": mask}
     if "num_items_in_batch" in outputs:
         changed["num_items_in_batch"] = tokens[1]
-    columns = [logs["prompt"], logs["completion"]]
-    if not is_trainer_among(trainer, _DISTILLS):
-        columns += [logs["advantages"], *logs["rewards"].values()]
-    for column in columns if columns[0] else ():
-        for _ in range(rows - sum(real)):
-            column.pop()
     if is_trainer_among(trainer, _DISTILLS):
         return {**outputs, **changed}
     groups = getattr(trainer, "scale_rewards", "group") != "batch" and trainer.num_generations_eval > 1
