@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Trainer
 
 pytest.importorskip("peft")
 
@@ -38,7 +38,7 @@ SETTINGS = {
     "C3A": {**TARGETS, "block_size": 8},
     "CARTRIDGE": PROMPTS,
     "IA3": {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
-    "LN_TUNING": {"target_modules": ["input_layernorm"]},
+    "LN_TUNING": {"target_modules": ["input_layernorm", "norm"]},
     "MULTITASK_PROMPT_TUNING": {**PROMPTS, "num_tasks": 2},
     "OFT": {**TARGETS, "oft_block_size": 4},
     "PREFIX_TUNING": PROMPTS,
@@ -169,6 +169,41 @@ def test_a_second_adapter(runs, kind, before):
 )
 def test_settings_of_trainer(runs, kind, changes):
     runs.compare(partial(adapted, **changes), "dp_shard=2", kind, runs.initial("llama", num_hidden_layers=3))
+
+
+def with_head(spec, out, folder):
+    """Train prompts, which lie beside the model, and a copy of its head, which lies in it."""
+    from peft import PromptTuningConfig, get_peft_model
+
+    data_ranks = activate(spec)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(models.SEED)
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, modules_to_save=["lm_head"])
+    rows = data("llama", 44, 11, uneven_lengths=True)
+    options = {"train_dataset": rows, "data_collator": pad}
+    return fit(*trainer_of(get_peft_model(model, config), out, data_ranks, **options), f"{out}/saved")
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2", "cp=2"])
+def test_prompts_beside_a_copied_head(runs, spec):
+    runs.compare(with_head, spec, runs.initial("llama", num_hidden_layers=3))
+
+
+def with_decoder(spec, out, folder):
+    """Train prompts of two tasks for an encoder and a decoder; the last batch leaves a rank without an example."""
+    from peft import MultitaskPromptTuningConfig, get_peft_model
+
+    data_ranks = activate(spec)
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder)
+    torch.manual_seed(models.SEED)
+    config = MultitaskPromptTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3, num_tasks=2)
+    options = {"train_dataset": data("t5", 20, 11), "eval_dataset": data("t5", 9, 12), "data_collator": with_tasks}
+    settings = {"label_names": ["labels"]}
+    return fit(*trainer_of(get_peft_model(model, config), out, data_ranks, settings, **options), f"{out}/saved")
+
+
+def test_prompts_of_tasks_for_a_decoder(runs):
+    runs.compare(with_decoder, "dp_shard=2", runs.initial("t5"))
 
 
 KEYS = (
