@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.adapters.four_bit import FourBit
-from hf_parallel.axes.tensor.layers import TensorParallelLayer
+from hf_parallel.axes.tensor.layers import PartialGradient, TensorParallelLayer
 from hf_parallel.axes.tensor.vocab_parallel import VocabParallel, VocabParallelHead
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, refuse_unpatched, replacing
@@ -156,7 +156,9 @@ def check_copies(model: nn.Module, names: Collection[str], mesh: ParallelMesh) -
         if any(isinstance(part, FSDPModule) for part in inside if any(part.children())):
             refuse("modules_to_save", f"{name} is a whole layer", "naming single modules such as lm_head")
         if any(isinstance(part, TensorParallelLayer) and not isinstance(part, copied) for part in inside):
-            refuse("modules_to_save", f"{name} is split inside its layer", "naming it in target_modules")
+            is_norm = any(isinstance(part, PartialGradient) for part in inside)
+            works = "sequence_parallel=false" if is_norm else "naming it in target_modules"
+            refuse("modules_to_save", f"{name} is split inside its layer", works)
     if names and mesh.size("pp") > 1 and has_tied_embedding(model):
         refuse("modules_to_save", "two stages hold the tied embedding", "pp_size=1")
 

@@ -330,7 +330,7 @@ def _get_wrapped(module: nn.Module) -> nn.Module | None:
     return children.get("base_layer", children.get("original_module"))
 
 
-def _check_merge(model: nn.Module, state: ParallelState, merge: bool, safe_merge: bool) -> None:
+def _check_merge(model: PreTrainedModel, state: ParallelState, merge: bool, safe_merge: bool) -> None:
     from peft.tuners.lora.layer import MultiheadAttention
 
     if has_whole_adapters(state):  # PEFT's own layers merge them into whole weights
@@ -342,6 +342,15 @@ def _check_merge(model: nn.Module, state: ParallelState, merge: bool, safe_merge
             "hf_parallel: merging, or taking out, adapters of a MultiheadAttention on a parallel model is not part of "
             "this version; save the adapter, then load and merge it in one process"
         )
+    if merge and state.pipeline is not None and getattr(model, "_hf_parallel_tied_keys", {}):
+        with state.pipeline.remote_modules.shown(model):
+            ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+        if any(_get_wrapped(end) is not None for end in ends):
+            raise NotImplementedError(
+                f"hf_parallel: merging adapters of a tied embedding or head under pp_size={state.mesh.size('pp')}, "
+                "where two stages hold the weight, is not part of this version; pp_size=1 works, or save the adapter, "
+                "then load and merge it in one process"
+            )
     variants = {type(v) for module in model.modules() for v in (getattr(module, "lora_variant", None) or {}).values()}
     if merge and any(
         re.fullmatch(r"Dora(Linear|Conv[123]d)Variant", variant.__name__) is None for variant in variants
