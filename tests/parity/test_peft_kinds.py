@@ -37,6 +37,7 @@ SETTINGS = {
     "BOFT": {**TARGETS, "boft_block_size": 4},
     "C3A": {**TARGETS, "block_size": 8},
     "CARTRIDGE": PROMPTS,
+    "HIRA": {"target_modules": [*TARGETS["target_modules"], "embed_tokens"]},
     "IA3": {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
     "LN_TUNING": {"target_modules": ["input_layernorm", "norm"]},
     "MULTITASK_PROMPT_TUNING": {**PROMPTS, "num_tasks": 2},
@@ -57,6 +58,7 @@ LORA = {
     "mica": {"init_lora_weights": "mica"},
     "pissa by iterations": {"init_lora_weights": "pissa_niter_4"},
     "tokens": {"trainable_token_indices": list(range(40))},
+    "tokens of the head": {"trainable_token_indices": {"lm_head": list(range(40))}},
 }
 #: Weights of a method that is steep at its start, as its norms of 7,000 and 25 are: 3 steps at a rate of 1e-3.
 STEEP = {"DELORA", "RANDLORA", "WAVEFT"}
@@ -400,6 +402,16 @@ def test_bases_of_four_bits_are_refused(kind):
     mesh = SimpleNamespace(size=lambda axis: 1)
     with pytest.raises(SpecError, match="on a base of 4 bits"):
         is_kept_whole(config_of(kind), base, mesh)
+
+
+def test_settings_beside_known_ones_are_refused():
+    """One known setting vouches for no other: these compress what a rank's own batch gives."""
+    from peft import LoraConfig, VeloraConfig
+
+    config = LoraConfig(trainable_token_indices=[1], velora_config=VeloraConfig())
+    mesh = SimpleNamespace(size=lambda axis: 1)
+    with pytest.raises(SpecError, match=r"LoraConfig\(velora_config=.*its default works"):
+        is_kept_whole(config, SimpleNamespace(), mesh)
 
 
 def merged(spec, kind, folder):
