@@ -628,6 +628,7 @@ def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     known = {id(parameter) for module in (*models, *around) for parameter in module.parameters()}
     groups = [group for state in states for group in iterate_parameter_groups(state.root)]
     known |= {id(held.sharded_param) for group in groups for held in group.fsdp_params}
+    known |= {id(parameter) for state in states for parameter in vars(state.root).get(WHOLE, ())}
     stray = next((parameter for key, parameter in given.items() if key not in known), None)
     if stray is not None and known & given.keys():
         why = "it is in no parallel model: each data rank would train its own by its own examples"

@@ -1,12 +1,15 @@
-"""Adapters that are computed from others (`add_weighted_adapter`) and train on, and adapters that are deleted."""
+"""Adapters that are computed from others (`add_weighted_adapter`), swapped or trained in PEFT's ways, and deleted."""
 
 import peft
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.optimizers import create_riemannian_optimizer
+from peft.utils import hotswap
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from hf_parallel.ask.config import SpecError
 from tests import models
 from tests.distributed import RankFailure, run, run_alone
 from tests.rows import data
@@ -148,3 +151,64 @@ def test_converted_as_in_one_process(runs, tmp_path, spec):
 def test_what_a_stage_alone_would_do_is_refused(runs, call, said):
     with pytest.raises(RankFailure, match=said):
         run(call, axes("pp=2")["world"], "pp=2", runs.initial("odd"), init=False)
+
+
+def swap(spec, out, folder, adapter) -> Outcome:
+    """Train an adapter that has taken the place of one of a larger rank and more layers; the file has fewer."""
+    data_ranks = activate(spec)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(models.SEED)
+    config = {"r": 5, "lora_alpha": 8, "target_modules": [*TARGETS[:3], "k_proj"], "init_lora_weights": False}
+    model = get_peft_model(model, LoraConfig(**config))
+    hotswap.hotswap_adapter(model, adapter, adapter_name="default")
+    return train(model, out, data_ranks, f"{out}/saved")
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_swapped_as_in_one_process(runs, tmp_path, spec):
+    folder, adapter = runs.initial("odd"), str(tmp_path)
+    run_alone(lambda: start(None, folder, TARGETS[:3])[0].save_pretrained(adapter, selected_adapters=["default"]))
+    reference = runs.alone(swap, folder, adapter)
+    assert len(reference.gradient_keys[0]) == 32
+    runs.compare(swap, spec, folder, adapter)
+
+
+def widen(spec, folder):
+    model = start(spec, folder, TARGETS[:3])[0]
+    with pytest.raises(SpecError) as caught:
+        hotswap.prepare_model_for_compiled_hotswap(model, target_rank=8)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("spec", ["tp=2", "pp=2"])
+def test_wider_adapters_are_refused(runs, spec):
+    for said in run(widen, 2, spec, runs.initial("odd"), init=False):
+        assert "target_rank=8" in said
+        assert "LoraConfig(r=8) for the first adapter works" in said
+
+
+def merge_tied(spec, folder, targets):
+    model = start(spec, folder, targets)[0]
+    for call in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(NotImplementedError, match=r"tied.*pp_size=2.*pp_size=1 works"):
+            call()
+    return model(input_ids=torch.arange(11)[None]).logits.double().square().mean().item()
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_merging_into_one_of_two_tied_copies_is_refused(runs, target):
+    """One process adds what an end has learned to the weight that both ends share."""
+    assert all(value > 0 for value in run(merge_tied, 2, "pp=2", runs.initial("odd"), [target, "q_proj"], init=False))
+
+
+def precondition(spec, out, folder) -> Outcome:
+    """Train by PEFT's optimizer whose step multiplies the gradients of A and B by products of B and A."""
+    model, data_ranks = start(spec, folder, TARGETS[:3])
+    optimizer = create_riemannian_optimizer(model, torch.optim.SGD, lr=0.1, reg=1.0)
+    options = {"optimizers": (optimizer, None), "train_dataset": data("odd", 30, 11)}
+    return fit(*trainer_of(model, out, data_ranks, **options), f"{out}/saved")
+
+
+@pytest.mark.parametrize("spec", [*SPECS, "cp=2"])
+def test_preconditioned_as_in_one_process(runs, spec):
+    runs.compare(precondition, spec, runs.initial("odd"))

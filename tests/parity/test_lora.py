@@ -205,6 +205,12 @@ def test_starts_from_the_base(runs, model, start, spec):
     runs.check(Script(model=model, lora=lora("all-linear", init_lora_weights=start)), spec)
 
 
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_shard=2,pp=2"])
+def test_dora_of_an_embedding(runs, spec):
+    """Its norms are read after the lookup, when the weights are parts again."""
+    runs.check(Script(lora=lora(("q_proj", "embed_tokens"), use_dora=True)), spec)
+
+
 def test_dora_of_shared_heads(runs):
     runs.check(Script(lora=lora(ATTENTION, use_dora=True)), "tp=4")
 

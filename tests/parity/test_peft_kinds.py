@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Trainer
 
 pytest.importorskip("peft")
 
@@ -37,8 +37,9 @@ SETTINGS = {
     "BOFT": {**TARGETS, "boft_block_size": 4},
     "C3A": {**TARGETS, "block_size": 8},
     "CARTRIDGE": PROMPTS,
+    "HIRA": {"target_modules": [*TARGETS["target_modules"], "embed_tokens"]},
     "IA3": {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
-    "LN_TUNING": {"target_modules": ["input_layernorm"]},
+    "LN_TUNING": {"target_modules": ["input_layernorm", "norm"]},
     "MULTITASK_PROMPT_TUNING": {**PROMPTS, "num_tasks": 2},
     "OFT": {**TARGETS, "oft_block_size": 4},
     "PREFIX_TUNING": PROMPTS,
@@ -57,6 +58,7 @@ LORA = {
     "mica": {"init_lora_weights": "mica"},
     "pissa by iterations": {"init_lora_weights": "pissa_niter_4"},
     "tokens": {"trainable_token_indices": list(range(40))},
+    "tokens of the head": {"trainable_token_indices": {"lm_head": list(range(40))}},
 }
 #: Weights of a method that is steep at its start, as its norms of 7,000 and 25 are: 3 steps at a rate of 1e-3.
 STEEP = {"DELORA", "RANDLORA", "WAVEFT"}
@@ -169,6 +171,41 @@ def test_a_second_adapter(runs, kind, before):
 )
 def test_settings_of_trainer(runs, kind, changes):
     runs.compare(partial(adapted, **changes), "dp_shard=2", kind, runs.initial("llama", num_hidden_layers=3))
+
+
+def with_head(spec, out, folder):
+    """Train prompts, which lie beside the model, and a copy of its head, which lies in it."""
+    from peft import PromptTuningConfig, get_peft_model
+
+    data_ranks = activate(spec)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(models.SEED)
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, modules_to_save=["lm_head"])
+    rows = data("llama", 44, 11, uneven_lengths=True)
+    options = {"train_dataset": rows, "data_collator": pad}
+    return fit(*trainer_of(get_peft_model(model, config), out, data_ranks, **options), f"{out}/saved")
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2", "cp=2"])
+def test_prompts_beside_a_copied_head(runs, spec):
+    runs.compare(with_head, spec, runs.initial("llama", num_hidden_layers=3))
+
+
+def with_decoder(spec, out, folder):
+    """Train prompts of two tasks for an encoder and a decoder; the last batch leaves a rank without an example."""
+    from peft import MultitaskPromptTuningConfig, get_peft_model
+
+    data_ranks = activate(spec)
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder)
+    torch.manual_seed(models.SEED)
+    config = MultitaskPromptTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3, num_tasks=2)
+    options = {"train_dataset": data("t5", 20, 11), "eval_dataset": data("t5", 9, 12), "data_collator": with_tasks}
+    settings = {"label_names": ["labels"]}
+    return fit(*trainer_of(get_peft_model(model, config), out, data_ranks, settings, **options), f"{out}/saved")
+
+
+def test_prompts_of_tasks_for_a_decoder(runs):
+    runs.compare(with_decoder, "dp_shard=2", runs.initial("t5"))
 
 
 KEYS = (
@@ -365,6 +402,16 @@ def test_bases_of_four_bits_are_refused(kind):
     mesh = SimpleNamespace(size=lambda axis: 1)
     with pytest.raises(SpecError, match="on a base of 4 bits"):
         is_kept_whole(config_of(kind), base, mesh)
+
+
+def test_settings_beside_known_ones_are_refused():
+    """One known setting vouches for no other: these compress what a rank's own batch gives."""
+    from peft import LoraConfig, VeloraConfig
+
+    config = LoraConfig(trainable_token_indices=[1], velora_config=VeloraConfig())
+    mesh = SimpleNamespace(size=lambda axis: 1)
+    with pytest.raises(SpecError, match=r"LoraConfig\(velora_config=.*its default works"):
+        is_kept_whole(config, SimpleNamespace(), mesh)
 
 
 def merged(spec, kind, folder):

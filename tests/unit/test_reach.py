@@ -51,6 +51,21 @@ def test_what_is_found(kind, reach):
     assert torch.equal(state, torch.get_rng_state())
 
 
+def test_a_class_that_holds_gradients_is_not_tried():
+    """Its steps change them, whatever parameters the copy of a trial has."""
+    own = parameters()
+    before = [parameter.grad.clone() for parameter in own]
+
+    class Doubles(optim.SGD):
+        def step(self, closure=None):
+            for parameter in own:
+                parameter.grad.mul_(2)
+            return super().step(closure)
+
+    assert find_reaches(Doubles(own, lr=0.1)) == [Reach.UNKNOWN]
+    assert all(torch.equal(parameter.grad, former) for parameter, former in zip(own, before, strict=True))
+
+
 @pytest.mark.parametrize("rate", [0.0, 1e4])
 def test_rates_at_which_nothing_would_move_or_all_would_diverge(rate):
     """A warm-up begins at zero."""

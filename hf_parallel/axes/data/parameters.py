@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.axes.data.units import (
     WHOLE,
+    drop_empty_groups,
     get_groups_of,
     get_state_of,
     iterate_parameter_groups,
@@ -142,6 +143,11 @@ def iterate_late_parameters(
             takes = not trained or (p.requires_grad and p.dim() and not isinstance(p, DTensor))
             if takes and not is_shared_out:
                 new[id(p)] = p
+        if new and not groups:
+            raise NotImplementedError(
+                "hf_parallel: new parameters in a unit of FSDP2 whose own ones were merged away are not part of this "
+                "version; save the merged model and load it"
+            )
         if new:
             yield groups[0], modules, list(new.values())
 
@@ -159,6 +165,7 @@ def remove_late_parameters(root: nn.Module, changed: Iterable[nn.Module] = ()) -
                 if id(place.module) in here and place.param_name in place.module._parameters
             ]
             renew_group(group)
+        drop_empty_groups(unit)
 
 
 def find_registrations(info: ParamModuleInfo) -> Iterator[tuple[int, str]]:

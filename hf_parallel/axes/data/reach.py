@@ -18,6 +18,7 @@ import collections
 import contextlib
 import copy
 import enum
+import inspect
 import types
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
@@ -106,6 +107,10 @@ def _find_reach(optimizer: Optimizer, group: dict[str, Any]) -> Reach:
     trained = [parameter for parameter in group["params"] if parameter.requires_grad]
     if not trained:
         return Reach.NUMBERS
+    # A class made in a function, such as PEFT's Riemannian one: a trial would step on the script's own tensors.
+    cells = getattr(inspect.unwrap(type(optimizer).step), "__closure__", None) or ()
+    if not all(_has_copy(cell.cell_contents) for cell in cells):
+        return Reach.UNKNOWN
     group, device = {**group, "params": trained}, get_stored(trained[0]).device
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):

@@ -177,6 +177,16 @@ def renew_group(group: FSDPParamGroup) -> None:
             group._init_reduce_scatter_param_order()
 
 
+def drop_empty_groups(unit: FSDPModule) -> None:
+    """Leave a unit whose parameters have all gone nothing to gather: torch gathers no group without parameters."""
+    state: Any = get_state_of(unit)
+    filled = [group for group in get_groups_of(unit) if group.fsdp_params]
+    if hasattr(state, "_fsdp_param_groups"):
+        state._fsdp_param_groups[:] = filled
+    else:
+        state._fsdp_param_group = filled[0] if filled else None
+
+
 def separate_dtypes(root: nn.Module) -> list[FSDPModule]:
     """Give the trained weights of a unit that have another dtype than most a group of their own.
 

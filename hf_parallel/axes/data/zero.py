@@ -103,8 +103,12 @@ def shard_ends(model: PreTrainedModel, blocks: list[nn.Module], keeps: bool, set
 
     def is_used() -> bool:
         now = model.get_output_embeddings()  # or a wrapper around the head, which may have a trained copy beside it
-        weight = head._parameters.get("weight")
-        return now is head or getattr(now, "weight", weight) is weight
+        around = [] if now is None else [module for module in now.modules() if module is not head]
+        weights = [module._parameters.get("weight") for module in around]
+        own = head._parameters.get("weight")
+        # A wrapper without a copy may compute its weight from the head's, which is not gathered yet.
+        has_copy = any(weight is not None and own is not None and weight.shape == own.shape for weight in weights)
+        return not has_copy or now.weight is own
 
     def prefetch(*_: object) -> None:
         for unit in units[-1:]:

@@ -15,7 +15,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from peft.tuners.frod import FrodModel
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.dora import DoraLinearLayer
-    from peft.tuners.tuners_utils import BaseTuner
+    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
     from peft.utils.other import ModulesToSaveWrapper
 
 # ---- putting adapters in -----------------------------------------------------------------------------------------
@@ -355,6 +355,7 @@ def _list_saved_names(model: PeftModel, state: ParallelState, embeddings: object
         ends: list[nn.Module | None] = []
         if hasattr(get_base_model_of(model), "get_input_embeddings"):
             ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+            ends += [cast("BaseTunerLayer", end).get_base_layer() for end in ends if hasattr(end, "get_base_layer")]
         places = {name for name, module in model.named_modules() if any(module is end for end in ends)}
         # A method may compute from several tensors what it saves.
         tensors = model.state_dict().items()

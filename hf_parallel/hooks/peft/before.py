@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.adapters.four_bit import FourBit
-from hf_parallel.axes.tensor.layers import TensorParallelLayer
+from hf_parallel.axes.tensor.layers import PartialGradient, TensorParallelLayer
 from hf_parallel.axes.tensor.vocab_parallel import VocabParallel, VocabParallelHead
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, refuse_unpatched, replacing
@@ -67,7 +67,7 @@ _WHOLE_STARTS = re.compile(r"mica|pissa_niter_\d+")
 
 def are_adapters_kept_whole(config: PeftConfig) -> bool:
     """Return whether no layout splits the adapters of a config, or none has them at all."""
-    return config.peft_type.value != "LORA" or _find_unsplit_setting(cast("LoraConfig", config)) is not None
+    return config.peft_type.value != "LORA" or bool(_list_unsplit_settings(cast("LoraConfig", config)))
 
 
 def is_kept_whole(config: PeftConfig, base: nn.Module, mesh: ParallelMesh) -> bool:
@@ -80,12 +80,13 @@ def is_kept_whole(config: PeftConfig, base: nn.Module, mesh: ParallelMesh) -> bo
     what, works = f"peft_type={kind}", "LoRA"
     known = kind in _WHOLE_KINDS
     if kind == "LORA":
-        unsplit = _find_unsplit_setting(cast("LoraConfig", config))
-        if unsplit is None:
+        unsplit = _list_unsplit_settings(cast("LoraConfig", config))
+        if not unsplit:
             return False
-        name, value = unsplit
+        unknown = [(name, value) for name, value in unsplit if not _is_known_of_whole(name, value)]
+        name, value = (unknown or unsplit)[0]
         what, works = f"LoraConfig({name}={value!r})", _WORKS.get(name, "its default")
-        known = name in _WHOLE_SETTINGS or (name == "init_lora_weights" and bool(_WHOLE_STARTS.fullmatch(str(value))))
+        known = not unknown
     if not known:
         refuse(what, "not part of this version of hf_parallel", works)
     whole_sequences = kind in _OF_WHOLE_SEQUENCES or getattr(config, "alora_invocation_tokens", None) is not None
@@ -98,16 +99,22 @@ def is_kept_whole(config: PeftConfig, base: nn.Module, mesh: ParallelMesh) -> bo
     return True
 
 
-def _find_unsplit_setting(config: LoraConfig) -> tuple[str, object] | None:
-    """Return the first setting of LoRA of which it is not known how other axes than those of data ranks split it."""
+def _is_known_of_whole(name: str, value: object) -> bool:
+    """Return whether data ranks are known to keep a setting of LoRA that nothing splits."""
+    return name in _WHOLE_SETTINGS or (name == "init_lora_weights" and bool(_WHOLE_STARTS.fullmatch(str(value))))
+
+
+def _list_unsplit_settings(config: LoraConfig) -> list[tuple[str, object]]:
+    """Return the settings of LoRA of which it is not known how other axes than those of data ranks split them."""
     default = type(config)()
-    for setting in dataclasses.fields(config):
-        value = getattr(config, setting.name)
-        if setting.name in _KEPT or value == getattr(default, setting.name):
-            continue
-        if setting.name != "init_lora_weights" or value not in _STARTS:
-            return setting.name, value
-    return None
+    settings = [(setting.name, getattr(config, setting.name)) for setting in dataclasses.fields(config)]
+    return [
+        (name, value)
+        for name, value in settings
+        if name not in _KEPT
+        and value != getattr(default, name)
+        and (name != "init_lora_weights" or value not in _STARTS)
+    ]
 
 
 def check_tuner(
@@ -156,7 +163,9 @@ def check_copies(model: nn.Module, names: Collection[str], mesh: ParallelMesh) -
         if any(isinstance(part, FSDPModule) for part in inside if any(part.children())):
             refuse("modules_to_save", f"{name} is a whole layer", "naming single modules such as lm_head")
         if any(isinstance(part, TensorParallelLayer) and not isinstance(part, copied) for part in inside):
-            refuse("modules_to_save", f"{name} is split inside its layer", "naming it in target_modules")
+            is_norm = any(isinstance(part, PartialGradient) for part in inside)
+            works = "sequence_parallel=false" if is_norm else "naming it in target_modules"
+            refuse("modules_to_save", f"{name} is split inside its layer", works)
     if names and mesh.size("pp") > 1 and has_tied_embedding(model):
         refuse("modules_to_save", "two stages hold the tied embedding", "pp_size=1")
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.apply.weights import full_tensor
@@ -17,6 +18,7 @@ from hf_parallel.axes.data.units import iterate_sharded_modules
 from hf_parallel.axes.data.whole import forget_whole
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, replacing
+from hf_parallel.hooks.peft.adapters import get_base_model_of, show_all_stages
 from hf_parallel.hooks.peft.placing import AdapterState, hold_whole_adapter, place_in_base
 from hf_parallel.hooks.peft.whole import has_whole_adapters, hold_whole_weights
 from hf_parallel.model.calls import bind_by_name
@@ -161,3 +163,27 @@ def save_as_lora(original: Callable, path: str, model: PeftModel, *args: object,
         convert_to_lora(model, *args, **kwargs)
     if state is not None:
         messages.gather_objects(None)  # until the folder is there
+
+
+@patch("peft.utils.hotswap:hotswap_adapter_from_state_dict", "knows the layers of one stage", copies=True)
+def hotswap(
+    original: Callable, model: nn.Module, state_dict: dict[str, torch.Tensor], *args: object, **kwargs: object
+) -> None:
+    """Put the weights of another adapter into the layers of this stage; PEFT refuses those of layers that none has."""
+    state = runtime.find_parallel_state(model)
+    if state is not None and state.pipeline is not None:
+        own = {name for name, _ in model.named_parameters()}
+        with show_all_stages(get_base_model_of(cast("PeftModel", model)), state):
+            elsewhere = {name for name, _ in model.named_parameters()} - own
+        state_dict = {name: tensor for name, tensor in state_dict.items() if name not in elsewhere}
+    original(model, state_dict, *args, **kwargs)
+
+
+@patch("peft.utils.hotswap:prepare_model_for_compiled_hotswap", "makes layers that are whole", copies=True)
+def prepare_hotswap(original: Callable, model: nn.Module, *args: object, **kwargs: object) -> None:
+    """Refuse to widen adapters of a parallel model; `hotswap_adapter` takes those of smaller ranks without it."""
+    rank = bind_by_name(original, (model, *args), kwargs).get("target_rank")
+    if rank is not None and runtime.find_parallel_state(model) is not None:
+        what = f"prepare_model_for_compiled_hotswap(target_rank={rank})"
+        refuse(what, "wider layers would be whole on every rank", f"LoraConfig(r={rank}) for the first adapter")
+    original(model, *args, **kwargs)

@@ -99,6 +99,10 @@ def place_in_base(model: PreTrainedModel, state: ParallelState) -> None:
                 base = module.get_base_layer() if hasattr(module, "base_layer") else None
                 if isinstance(base, TensorParallelLayer | SharedOut):
                     _split_adapter(name, module, base, state)
+    for module in model.modules():
+        base = module.get_base_layer() if getattr(module, "lora_magnitude_vector", None) else None
+        if isinstance(base, nn.Embedding) and isinstance(base, FSDPModule):  # norms are read beside its own call
+            gather_around(base, module)
     if state.pipeline is not None:
         follow_wrappers(state.pipeline.stages, model)
         state.pipeline.services.adapters = AdapterState(model)
@@ -299,7 +303,8 @@ def take_adapters_out(original: Callable, self: BaseTuner, *args: object, **kwar
         inner = _get_wrapped(wrapper)
         if isinstance(inner, TensorParallelLayer):
             inner.adapted = False
-        if isinstance(inner, FSDPModule) and has_whole_adapters(state):
+        has_moved = has_whole_adapters(state) or bool(getattr(wrapper, "lora_magnitude_vector", None))
+        if isinstance(inner, FSDPModule) and has_moved:
             gather_around(inner, inner)
     # The stages hold the modules that now stand in the place of the wrappers.
     replaced = {id(wrapper): names[id(wrapper)] for wrapper in wrappers}
@@ -330,19 +335,30 @@ def _get_wrapped(module: nn.Module) -> nn.Module | None:
     return children.get("base_layer", children.get("original_module"))
 
 
-def _check_merge(model: nn.Module, state: ParallelState, merge: bool, safe_merge: bool) -> None:
+def _check_merge(model: PreTrainedModel, state: ParallelState, merge: bool, safe_merge: bool) -> None:
     from peft.tuners.lora.layer import MultiheadAttention
 
     if has_whole_adapters(state):  # PEFT's own layers merge them into whole weights
         return
     if safe_merge:
         raise NotImplementedError("hf_parallel: safe_merge=True on a parallel model is not part of this version")
-    if any(isinstance(module, MultiheadAttention) for module in model.modules()):
+    is_tied, ends = bool(getattr(model, "_hf_parallel_tied_keys", {})), list[nn.Module]()
+    with contextlib.nullcontext() if state.pipeline is None else state.pipeline.remote_modules.shown(model):
+        modules = list(model.modules())
+        if state.pipeline is not None and is_tied:
+            ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    if any(isinstance(module, MultiheadAttention) for module in modules):
         raise NotImplementedError(
             "hf_parallel: merging, or taking out, adapters of a MultiheadAttention on a parallel model is not part of "
             "this version; save the adapter, then load and merge it in one process"
         )
-    variants = {type(v) for module in model.modules() for v in (getattr(module, "lora_variant", None) or {}).values()}
+    if merge and any(_get_wrapped(end) is not None for end in ends):
+        raise NotImplementedError(
+            f"hf_parallel: merging adapters of a tied embedding or head under pp_size={state.mesh.size('pp')}, where "
+            "two stages hold the weight, is not part of this version; pp_size=1 works, or save the adapter, then load "
+            "and merge it in one process"
+        )
+    variants = {type(v) for module in modules for v in (getattr(module, "lora_variant", None) or {}).values()}
     if merge and any(
         re.fullmatch(r"Dora(Linear|Conv[123]d)Variant", variant.__name__) is None for variant in variants
     ):
@@ -350,7 +366,7 @@ def _check_merge(model: nn.Module, state: ParallelState, merge: bool, safe_merge
             "hf_parallel: merging DoRA of embeddings into shards is not part of this version; save the adapter, then "
             "load and merge it in one process"
         )
-    if merge and any(isinstance(module, FourBit) for module in model.modules()):
+    if merge and any(isinstance(module, FourBit) for module in modules):
         raise NotImplementedError(
             "hf_parallel: merging into a base of 4 bits is not part of this version; save the adapter, then load and "
             "merge it in one process"

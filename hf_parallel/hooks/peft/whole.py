@@ -148,6 +148,7 @@ def keep_adapters_whole(model: nn.Module, state: ParallelState, former: list[tor
         unit = layer.get_base_layer()
         if isinstance(unit, FSDPModule):
             gather_around(unit, called)
+            unit.set_unshard_in_backward(True)  # HiRA multiplies by the weight, also by an embedding's
     for wrapper in (module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)):
         for copy in wrapper.modules_to_save.values():
             for part in copy.modules():

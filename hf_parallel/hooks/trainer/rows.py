@@ -154,10 +154,13 @@ def without_targets(batch: Batch, real: int, rows: int, in_turns: bool = False) 
 def with_tokens_for_decoder(batch: dict, model: nn.Module) -> dict:
     """Give a decoder tokens where no label is left that it could shift, as on a rank without a real row.
 
-    MBart looks for the last label of each row.
+    MBart looks for the last label of each row. PEFT's prompts of several tasks shift labels themselves.
     """
     labels, decodes = batch.get("labels"), getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    prompts = getattr(getattr(model, "active_peft_config", None), "peft_type", None)
     if not decodes or not torch.is_tensor(labels) or labels.ndim != 2 or "decoder_input_ids" in batch:
+        return batch
+    if prompts == "MULTITASK_PROMPT_TUNING":
         return batch
     return batch if bool((labels != -100).any()) else {**batch, "decoder_input_ids": torch.zeros_like(labels)}
 
