@@ -347,7 +347,7 @@ def share_own(model: nn.Module, parts: Mapping[str, PreTrainedModel], mesh: Para
     make_identical(own, mesh.device)
     for part in parts.values():
         forget_root(part)
-    shard_data_parallel(model, model, [], mesh)
+    shard_data_parallel(model, model, [], mesh, {p for part in parts.values() for p in part.parameters()})
 
 
 def replace_methods_around(model: nn.Module, parts: Mapping[str, PreTrainedModel], mesh: ParallelMesh) -> None:

@@ -59,6 +59,26 @@ def paired_over_ranks(accelerator, model, batch):
     return functional.cross_entropy(one @ other.T, torch.arange(len(one)))
 
 
+def gather_by_hand(part):
+    """As in SimCSE, Tevatron and FlagEmbedding: this rank's part has gradients, the others' not."""
+    parts = [torch.zeros_like(part) for _ in range(dist.get_world_size())]
+    dist.all_gather(tensor_list=parts, tensor=part.contiguous())
+    parts[dist.get_rank()] = part
+    return torch.cat(parts)
+
+
+def paired_by_hand(accelerator, model, batch):
+    states = model(input_ids=batch["input_ids"], output_hidden_states=True).hidden_states
+    one, other = states[-1][:, -1], states[1].mean(1)
+    if accelerator.num_processes > 1:
+        one, other = gather_by_hand(one), gather_by_hand(other)
+    return functional.cross_entropy(one @ other.T, torch.arange(len(one)))
+
+
+def paired_by_hand_for_all(accelerator, model, batch):
+    return paired_by_hand(accelerator, model, batch) * accelerator.num_processes
+
+
 def late_interaction(accelerator, model, batch):
     """As ColPali: gradients of what is gathered are transposed in memory."""
     states = model(input_ids=batch["input_ids"], output_hidden_states=True).hidden_states
@@ -91,6 +111,8 @@ def step(spec, folder, loss_of):
         (squares, ["loss * accelerator.num_processes"], False),
         (paired, ["compares each example", "taken for a mean"], False),
         (paired_over_ranks, ["taken for a mean"], True),
+        (paired_by_hand, ["all_gather hands no gradients on", "taken for a mean"], False),
+        (paired_by_hand_for_all, ["all_gather hands no gradients on", "taken for a mean"], True),
         (late_interaction, ["taken for a mean"], True),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -105,16 +127,8 @@ def test_a_line_says_what_data_ranks_make_of_a_loss(runs, loss_of, words, equal)
         assert all(word in line for word, line in zip(words, told, strict=True))
         if equal:
             assert norm == pytest.approx(expected, rel=1e-5)
-        if words == ["loss * accelerator.num_processes"]:
+        if words == ["loss * accelerator.num_processes"] or loss_of is paired_by_hand:
             assert norm * 2 == pytest.approx(expected, rel=1e-5)
-
-
-def gather_by_hand(part):
-    """As in SimCSE, Tevatron and FlagEmbedding: this rank's part has gradients, the others' not."""
-    parts = [torch.zeros_like(part) for _ in range(dist.get_world_size())]
-    dist.all_gather(tensor_list=parts, tensor=part.contiguous())
-    parts[dist.get_rank()] = part
-    return torch.cat(parts)
 
 
 def gather_into_tensor(part):

@@ -36,7 +36,7 @@ def train(spec: str | None, folder: str, how: str) -> list[float]:
     return found
 
 
-HOW = ("embedding", "look first", "backbone", "backbone and model")
+HOW = ("embedding", "look first", "backbone", "backbone and model", "backbone and head")
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,6 @@ HOW = ("embedding", "look first", "backbone", "backbone and model")
     [
         *((how, spec) for how in HOW for spec in ("dp_shard=2", "dp_shard=2,zero_stage=2", "dp_replicate=2")),
         *((how, "tp=2,dp_shard=2") for how in HOW),
-        ("backbone and head", "dp_shard=2"),  # under tp a head gives parts: docs/idioms.md
     ],
 )
 def test_numbers_of_one_process(runs, spec, how):
@@ -89,3 +88,45 @@ def test_a_model_inside_a_module_answers_first(runs, spec):
     """Its logits may be changed in place, too."""
     ranks = run(answer_and_train, axes(spec)["world"], spec, runs.initial("llama"), init=False)
     check_numbers(ranks, run_alone_once(answer_and_train, None, runs.initial("llama")))
+
+
+class Heads(torch.nn.Module):
+    """Two heads on a frozen backbone, multiplied by the model's own head (Medusa); the embedding in a second place."""
+
+    def __init__(self, inner: torch.nn.Module):
+        super().__init__()
+        self.inner, self.embedding = inner.requires_grad_(False), inner.get_input_embeddings()
+        width = inner.config.hidden_size
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            hidden = self.inner.base_model(inputs_embeds=self.embedding(ids)).last_hidden_state
+        return torch.stack([self.inner.get_output_embeddings()(head(hidden)) for head in self.heads])
+
+
+def train_heads(spec: str | None, folder: str) -> list[float]:
+    """Losses and gradient norms of heads beside the model, each of which predicts another token."""
+    activate(spec)
+    torch.manual_seed(1)
+    accelerator = Accelerator(cpu=True)
+    model = Heads(AutoModelForCausalLM.from_pretrained(folder))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ids, found = torch.arange(66).view(2, 33), []
+    for _ in range(3):
+        logits = model(ids)
+        losses = [
+            torch.nn.functional.cross_entropy(logits[n, :, : -n - 1].flatten(0, 1), ids[:, n + 1 :].flatten())
+            for n in range(2)
+        ]
+        found += take_step(accelerator, model, optimizer, sum(losses))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2", "tp=2", "cp=2", "dp_shard=2,tp=2"])
+def test_heads_beside_a_model(runs, spec, kind):
+    """A wrapper has the head's logits whole, and may name a part of the model a second time."""
+    ranks = run(train_heads, axes(spec)["world"], spec, runs.initial(kind), init=False)
+    check_numbers(ranks, run_alone_once(train_heads, None, runs.initial(kind)))

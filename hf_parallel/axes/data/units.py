@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: Attribute of a root: the parameters that every data rank keeps whole, which are in no group.
 WHOLE = "_hf_parallel_whole_parameters"
+#: Mark of keys and values whose gradient gathers the weights of the layer that has computed them.
+_GATHERS = "_hf_parallel_gathers"
 REPLACES = (
     Replaced(
         "torch.distributed.fsdp._fully_shard._fsdp_param:nn",
@@ -250,6 +252,25 @@ def gather_unit(unit: FSDPModule) -> None:
     for group in get_groups_of(unit) if get_state_of(unit)._is_root is False else ():  # else it runs by itself
         group.unshard()
         group.wait_for_unshard()
+
+
+def let_caches_gather(unit: FSDPModule) -> None:
+    """Let gradients of keys and values gather a unit's weights, as those of its outputs do.
+
+    A loss may reach a layer through a key/value cache alone, which is no output of the layer.
+    """
+    state = get_state_of(unit)
+
+    def note_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: object) -> None:
+        given = (*args, *kwargs.values()) if torch.is_grad_enabled() else ()
+        cache = next((value for value in given if hasattr(value, "get_seq_length")), None)
+        for layer in getattr(cache, "layers", ()):
+            for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+                if torch.is_tensor(tensor) and tensor.grad_fn is not None and not hasattr(tensor, _GATHERS):
+                    setattr(tensor, _GATHERS, True)
+                    tensor.register_hook(state._pre_backward)
+
+    cast(nn.Module, unit).register_forward_hook(note_cache, with_kwargs=True)
 
 
 def forget_gathered_memory(root: nn.Module) -> None:
