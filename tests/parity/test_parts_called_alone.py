@@ -52,6 +52,29 @@ def test_numbers_of_one_process(runs, spec, how):
     check_numbers(ranks, run_alone_once(train, None, folder, how))
 
 
+def train_what_is_left(spec: str | None, folder: str) -> list[float]:
+    """A loop that runs the model, then freezes a part of it, and runs it again before it thaws the part."""
+    accelerator, model, optimizer = prepare_loop(spec, folder)
+    ids, found = torch.arange(66).view(2, 33), []
+    for trains in (False, True):
+        found.append(float(model(input_ids=ids, labels=ids).loss.detach()))
+        for name, parameter in model.named_parameters():
+            if "layers" not in name or "layers.1.mlp" in name:
+                parameter.requires_grad = trains
+        for _ in range(2):
+            found += take_step(accelerator, model, optimizer, model(input_ids=ids, labels=ids).loss)
+    return found
+
+
+@pytest.mark.parametrize(
+    "spec", ["dp_shard=2", "dp_shard=2,zero_stage=2", "dp_replicate=2", "dp_replicate=2,dp_shard=2", "tp=2,dp_shard=2"]
+)
+def test_weights_are_frozen_after_a_look(runs, spec):
+    """A forward pass without a backward pass leaves weights gathered: what is frozen then are copies."""
+    ranks = run(train_what_is_left, axes(spec)["world"], spec, runs.initial("llama"), init=False)
+    check_numbers(ranks, run_alone_once(train_what_is_left, None, runs.initial("llama")))
+
+
 class Scored(torch.nn.Module):
     """A model, and a factor of the script's own."""
 
