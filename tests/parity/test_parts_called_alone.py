@@ -75,6 +75,39 @@ def test_weights_are_frozen_after_a_look(runs, spec):
     check_numbers(ranks, run_alone_once(train_what_is_left, None, runs.initial("llama")))
 
 
+def change(parameter: torch.nn.Parameter, how: str) -> None:
+    """Write into a weight, as scripts do."""
+    if how == "data":
+        parameter.data.mul_(0.5)
+    elif how == "assigned":
+        parameter.data = parameter.data * 0.5
+    else:
+        torch.nn.init.normal_(parameter, std=0.05)
+
+
+def train_what_is_changed(spec: str | None, folder: str, how: str) -> list[float]:
+    """A loop that runs the model with gradients and no backward pass, then makes an optimizer and writes."""
+    accelerator, model, _ = prepare_loop(spec, folder)
+    ids = torch.arange(66).view(2, 33)
+    found = [float(model(input_ids=ids, labels=ids).loss.detach())]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lm_head" in name or "norm" in name or "q_proj" in name:
+            change(parameter, how)
+    for _ in range(3):
+        found += take_step(accelerator, model, optimizer, model(input_ids=ids, labels=ids).loss)
+    return found
+
+
+@pytest.mark.parametrize("how", ["data", "assigned", "drawn"])
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_shard=2,zero_stage=2", "dp_replicate=2", "tp=2,dp_shard=2"])
+def test_weights_are_changed_after_a_look(runs, spec, how):
+    """What `named_parameters` gives are the stored weights, not copies that a forward pass has left gathered."""
+    ranks = run(train_what_is_changed, axes(spec)["world"], spec, runs.initial("llama"), how, init=False)
+    check_numbers(ranks, run_alone_once(train_what_is_changed, None, runs.initial("llama"), how))
+
+
 class Scored(torch.nn.Module):
     """A model, and a factor of the script's own."""
 

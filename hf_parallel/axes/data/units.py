@@ -287,8 +287,8 @@ def carry_freezing(held: FSDPParam) -> None:
 
     def to_sharded() -> None:
         now, trained = owner.module._parameters.get(owner.param_name), vars(held)[_CARRIES]
-        is_copy = now is not None and trained is not None and now is not held.sharded_param
-        if is_copy and now.requires_grad is not trained and torch._C._current_graph_task_id() == -1:  # not in backward
+        outside = torch._C._current_graph_task_id() == -1  # a backward pass frees copies, too
+        if outside and now is not None and now is not held.sharded_param and trained not in (None, now.requires_grad):
             held.sharded_param.requires_grad_(now.requires_grad)
         free()
 

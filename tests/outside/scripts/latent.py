@@ -232,7 +232,7 @@ METHODS = {
 }
 
 
-def main():
+def main(methods):
     options = argparse.ArgumentParser()
     for name in ("method", "model", "output_dir", "sources"):
         options.add_argument(f"--{name}")
@@ -258,7 +258,7 @@ def main():
         prediction_loss_only=True,
         dataloader_drop_last=given.full,
     )
-    kind, model, more = METHODS[given.method](given, args)
+    kind, model, more = methods[given.method.replace("_", " ")](given, args)
     sets = {"train_dataset": Rows(tokens(30, 1)), "eval_dataset": Rows(tokens(11, 4))}
     if "tokenizer" not in more:
         sets["data_collator"] = collate
@@ -273,4 +273,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(METHODS)
