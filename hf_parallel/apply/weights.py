@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hf_parallel.ask.keys.data import offload_folder, parameters_rest
 from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.data.gradients import find_stored_of_gathered
 from hf_parallel.axes.data.parameters import (
     Held,
     add_late_parameters,
@@ -215,13 +216,14 @@ def _find_packed_shapes() -> set[torch.Size]:
 
 def _iterate_alike(tensor: DTensor) -> Iterator[tuple[bool, StoredOrder | None]]:
     """Yield, for each parameter of this shape, whether the tensor is it, its data or gradient, and its row order."""
-    address = get_stored(tensor).data_ptr()
+    address, resting = get_stored(tensor).data_ptr(), find_stored_of_gathered(_models)
     for module in (module for model in _models for module in model.modules()):
         orders = vars(module).get("stored_orders", {})
         for name, parameter in module._parameters.items():
             if parameter is None or parameter.shape != tensor.shape:
                 continue
-            known = [one for one in (parameter, parameter.grad) if isinstance(one, DTensor)]
+            stored = resting.get(id(parameter), parameter)
+            known = [one for one in (parameter, parameter.grad, stored, stored.grad) if isinstance(one, DTensor)]
             is_own = any(tensor is one or (address and get_stored(one).data_ptr() == address) for one in known)
             yield bool(is_own), orders.get(name)
 

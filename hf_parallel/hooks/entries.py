@@ -93,6 +93,8 @@ def gather_by_process(original: Callable, *args: object, **kwargs: object) -> An
         part: Any = given["tensor"] if "tensor" in given else given.get("input_tensor", given.get("self"))
         if part.requires_grad and given.get("group") in (None, dist.group.WORLD):
             check_gathered_examples()
+            if original.__module__ == dist.distributed_c10d.__name__:
+                _tell_of_lost_gradients()
     return original(*args, **kwargs)
 
 
@@ -135,6 +137,19 @@ def check_gathered_examples() -> None:
             f"{state.active_dataloader.total_batch_size} are real"
         )
         refuse(what, why, "dataloader_drop_last=True, or drop_last=True of a loader of the script's own,")
+
+
+def _tell_of_lost_gradients() -> None:
+    """Say once that a gather without autograd leaves a loss 1/n of its gradients, as under DDP."""
+    current = runtime.current()
+    if current is not None and not current.loop.told_of_gathers and current.mesh.data_size > 1:
+        current.loop.told_of_gathers = True
+        ranks = current.mesh.data_size
+        report.say(
+            f"torch.distributed.all_gather hands no gradients on, and {ranks} data ranks average theirs: those of a "
+            f"loss that compares gathered examples are 1/{ranks} of one process's, unless it is multiplied by the "
+            "number of data ranks; torch.distributed.nn.functional.all_gather gives the whole gradients"
+        )
 
 
 def begin(model: nn.Module, call: str) -> None:

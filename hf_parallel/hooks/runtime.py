@@ -71,6 +71,7 @@ class LoopLosses:
         rows: of the latest call of a model that trains.
         told: has a line said what becomes of a loss of the loop's own?
         told_of_pairs: has a line said that a script's loss compares the examples of a data rank alone?
+        told_of_gathers: has a line said that a gather keeps gradients from other ranks' parts?
         last: the latest last batch that has repeated rows. Not the one that a Trainer reads, which leaves them out.
     """
 
@@ -82,6 +83,7 @@ class LoopLosses:
     rows: int | None = None
     told: bool = False
     told_of_pairs: bool = False
+    told_of_gathers: bool = False
     last: LastBatch | None = None
 
 

@@ -13,6 +13,7 @@ from tests.outside.diffusion import DIFFUSION
 from tests.outside.editing import EDITING
 from tests.outside.gliner import GLINER
 from tests.outside.inferring import INFERRING
+from tests.outside.latent import LATENT
 from tests.outside.less import LESS
 from tests.outside.llama_factory import FACTORY
 from tests.outside.lmflow import LMFLOW
@@ -700,6 +701,7 @@ ORIGINALS = {
     **LMFLOW,
     **EDITING,
     **PRIVATE,
+    **LATENT,
     **ROBOTS,
     **LOOKING,
     **LOOPS,

@@ -107,7 +107,7 @@ def refused(folder, spec):
     note(lambda: setattr(norm, "weight", nn.Parameter(torch.ones(63))))
     note(torch.optim.SGD([own]).step)
     model(**rows)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD([model.lm_head.weight], lr=0.1)  # a gathered copy
     model(**rows).loss.backward()
     note(optimizer.step)
     for gathered in (False, True):

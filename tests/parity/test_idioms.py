@@ -334,6 +334,8 @@ def change(model):
     for layer in (layers_of(model)[0], layers_of(model)[5]):
         for module in layer.mlp.modules():
             if isinstance(module, nn.Linear | Conv1D):
+                nn.init.kaiming_uniform_(module.weight, a=2)
+                nn.init.normal_(module.weight, std=0.1)
                 nn.init.xavier_uniform_(module.weight)
                 with torch.no_grad():
                     module.weight.add_(torch.randn_like(module.weight), alpha=0.1)

@@ -85,6 +85,26 @@ def paired_over_ranks(accelerator, model, batch):
     return functional.cross_entropy(one @ other.T, torch.arange(len(one)))
 
 
+def gather_by_hand(part):
+    """As in SimCSE, Tevatron and FlagEmbedding: this rank's part has gradients, the others' not."""
+    parts = [torch.zeros_like(part) for _ in range(dist.get_world_size())]
+    dist.all_gather(tensor_list=parts, tensor=part.contiguous())
+    parts[dist.get_rank()] = part
+    return torch.cat(parts)
+
+
+def paired_by_hand(accelerator, model, batch):
+    states = model(input_ids=batch["input_ids"], output_hidden_states=True).hidden_states
+    one, other = states[-1][:, -1], states[1].mean(1)
+    if accelerator.num_processes > 1:
+        one, other = gather_by_hand(one), gather_by_hand(other)
+    return functional.cross_entropy(one @ other.T, torch.arange(len(one)))
+
+
+def paired_by_hand_for_all(accelerator, model, batch):
+    return paired_by_hand(accelerator, model, batch) * accelerator.num_processes
+
+
 def late_interaction(accelerator, model, batch):
     """As ColPali: gradients of what is gathered are transposed in memory."""
     states = model(input_ids=batch["input_ids"], output_hidden_states=True).hidden_states
@@ -121,6 +141,8 @@ def step(spec, folder, loss_of):
         (of_logits_and_squares, ["taken for a mean over examples"], False),
         (paired, ["compares each example"], False),
         (paired_over_ranks, [], True),
+        (paired_by_hand, ["all_gather hands no gradients on"], False),
+        (paired_by_hand_for_all, ["all_gather hands no gradients on"], True),
         (late_interaction, [], True),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -135,7 +157,7 @@ def test_a_line_says_what_data_ranks_make_of_a_loss(runs, loss_of, words, equal)
         assert all(word in line for word, line in zip(words, told, strict=True))
         if equal:
             assert norm == pytest.approx(expected, rel=1e-5)
-        if words == ["loss * accelerator.num_processes"]:
+        if words == ["loss * accelerator.num_processes"] or loss_of is paired_by_hand:
             assert norm * 2 == pytest.approx(expected, rel=1e-5)
 
 
@@ -154,14 +176,6 @@ def test_a_line_says_that_a_backward_pass_is_not_weighed(runs):
     assert not run_alone(step_without_accelerator, None, runs.initial("llama"))
     ranks = run(step_without_accelerator, 2, "dp_shard=2", runs.initial("llama"), init=False)
     assert all(len(told) == 1 for told in ranks)
-
-
-def gather_by_hand(part):
-    """As in SimCSE, Tevatron and FlagEmbedding: this rank's part has gradients, the others' not."""
-    parts = [torch.zeros_like(part) for _ in range(dist.get_world_size())]
-    dist.all_gather(tensor_list=parts, tensor=part.contiguous())
-    parts[dist.get_rank()] = part
-    return torch.cat(parts)
 
 
 def gather_into_tensor(part):

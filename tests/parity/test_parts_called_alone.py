@@ -36,7 +36,7 @@ def train(spec: str | None, folder: str, how: str) -> list[float]:
     return found
 
 
-HOW = ("embedding", "look first", "backbone", "backbone and model")
+HOW = ("embedding", "look first", "backbone", "backbone and model", "backbone and head")
 
 
 @pytest.mark.parametrize(
@@ -44,13 +44,68 @@ HOW = ("embedding", "look first", "backbone", "backbone and model")
     [
         *((how, spec) for how in HOW for spec in ("dp_shard=2", "dp_shard=2,zero_stage=2", "dp_replicate=2")),
         *((how, "tp=2,dp_shard=2") for how in HOW),
-        ("backbone and head", "dp_shard=2"),  # under tp a head gives parts: docs/idioms.md
     ],
 )
 def test_numbers_of_one_process(runs, spec, how):
     folder = runs.initial("llama")
     ranks = run(train, axes(spec)["world"], spec, folder, how, init=False)
     check_numbers(ranks, run_alone_once(train, None, folder, how))
+
+
+def train_what_is_left(spec: str | None, folder: str) -> list[float]:
+    """A loop that runs the model, then freezes a part of it, and runs it again before it thaws the part."""
+    accelerator, model, optimizer = prepare_loop(spec, folder)
+    ids, found = torch.arange(66).view(2, 33), []
+    for trains in (False, True):
+        found.append(float(model(input_ids=ids, labels=ids).loss.detach()))
+        for name, parameter in model.named_parameters():
+            if "layers" not in name or "layers.1.mlp" in name:
+                parameter.requires_grad = trains
+        for _ in range(2):
+            found += take_step(accelerator, model, optimizer, model(input_ids=ids, labels=ids).loss)
+    return found
+
+
+@pytest.mark.parametrize(
+    "spec", ["dp_shard=2", "dp_shard=2,zero_stage=2", "dp_replicate=2", "dp_replicate=2,dp_shard=2", "tp=2,dp_shard=2"]
+)
+def test_weights_are_frozen_after_a_look(runs, spec):
+    """A forward pass without a backward pass leaves weights gathered: what is frozen then are copies."""
+    ranks = run(train_what_is_left, axes(spec)["world"], spec, runs.initial("llama"), init=False)
+    check_numbers(ranks, run_alone_once(train_what_is_left, None, runs.initial("llama")))
+
+
+def change(parameter: torch.nn.Parameter, how: str) -> None:
+    """Write into a weight, as scripts do."""
+    if how == "data":
+        parameter.data.mul_(0.5)
+    elif how == "assigned":
+        parameter.data = parameter.data * 0.5
+    else:
+        torch.nn.init.normal_(parameter, std=0.05)
+
+
+def train_what_is_changed(spec: str | None, folder: str, how: str) -> list[float]:
+    """A loop that runs the model with gradients and no backward pass, then makes an optimizer and writes."""
+    accelerator, model, _ = prepare_loop(spec, folder)
+    ids = torch.arange(66).view(2, 33)
+    found = [float(model(input_ids=ids, labels=ids).loss.detach())]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lm_head" in name or "norm" in name or "q_proj" in name:
+            change(parameter, how)
+    for _ in range(3):
+        found += take_step(accelerator, model, optimizer, model(input_ids=ids, labels=ids).loss)
+    return found
+
+
+@pytest.mark.parametrize("how", ["data", "assigned", "drawn"])
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_shard=2,zero_stage=2", "dp_replicate=2", "tp=2,dp_shard=2"])
+def test_weights_are_changed_after_a_look(runs, spec, how):
+    """What `named_parameters` gives are the stored weights, not copies that a forward pass has left gathered."""
+    ranks = run(train_what_is_changed, axes(spec)["world"], spec, runs.initial("llama"), how, init=False)
+    check_numbers(ranks, run_alone_once(train_what_is_changed, None, runs.initial("llama"), how))
 
 
 class Scored(torch.nn.Module):
@@ -89,3 +144,45 @@ def test_a_model_inside_a_module_answers_first(runs, spec):
     """Its logits may be changed in place, too."""
     ranks = run(answer_and_train, axes(spec)["world"], spec, runs.initial("llama"), init=False)
     check_numbers(ranks, run_alone_once(answer_and_train, None, runs.initial("llama")))
+
+
+class Heads(torch.nn.Module):
+    """Two heads on a frozen backbone, multiplied by the model's own head (Medusa); the embedding in a second place."""
+
+    def __init__(self, inner: torch.nn.Module):
+        super().__init__()
+        self.inner, self.embedding = inner.requires_grad_(False), inner.get_input_embeddings()
+        width = inner.config.hidden_size
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            hidden = self.inner.base_model(inputs_embeds=self.embedding(ids)).last_hidden_state
+        return torch.stack([self.inner.get_output_embeddings()(head(hidden)) for head in self.heads])
+
+
+def train_heads(spec: str | None, folder: str) -> list[float]:
+    """Losses and gradient norms of heads beside the model, each of which predicts another token."""
+    activate(spec)
+    torch.manual_seed(1)
+    accelerator = Accelerator(cpu=True)
+    model = Heads(AutoModelForCausalLM.from_pretrained(folder))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ids, found = torch.arange(66).view(2, 33), []
+    for _ in range(3):
+        logits = model(ids)
+        losses = [
+            torch.nn.functional.cross_entropy(logits[n, :, : -n - 1].flatten(0, 1), ids[:, n + 1 :].flatten())
+            for n in range(2)
+        ]
+        found += take_step(accelerator, model, optimizer, sum(losses))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2", "tp=2", "cp=2", "dp_shard=2,tp=2"])
+def test_heads_beside_a_model(runs, spec, kind):
+    """A wrapper has the head's logits whole, and may name a part of the model a second time."""
+    ranks = run(train_heads, axes(spec)["world"], spec, runs.initial(kind), init=False)
+    check_numbers(ranks, run_alone_once(train_heads, None, runs.initial(kind)))

@@ -30,6 +30,7 @@ from hf_parallel.axes.context.choose import Choice
 from hf_parallel.axes.context.layout import Layout, Shape
 from hf_parallel.model.anatomy import Draws, find_checkpoint_settings
 from hf_parallel.model.calls import (
+    CACHES,
     bind_arguments_of,
     compute_targets_of,
     count_items,
@@ -123,6 +124,7 @@ class SequenceCut:
         return cut
 
     def _model(self, module: PreTrainedModel, forward: Callable, names: list[str], batch: Batch) -> ModelOutput:
+        self._refuse_cache_in_training(batch)
         former = self._parts, self._batch
         self._parts, self._batch = self._loss_is_own(module, batch), batch
         try:
@@ -170,6 +172,8 @@ class SequenceCut:
     # ---- around the backbone -------------------------------------------------------------------------------------
 
     def _run_backbone(self, module: PreTrainedModel, forward: Callable, names: list[str], batch: Batch) -> ModelOutput:
+        if not self._batch:  # the script's own call
+            self._refuse_cache_in_training(batch)
         if self._is_generation(batch):
             return forward(**batch)
         mask = batch.get("attention_mask")
@@ -198,6 +202,15 @@ class SequenceCut:
         finally:
             current.cut = former
         return output if self._parts else self._join_outputs(output, layout)
+
+    def _refuse_cache_in_training(self, batch: Batch) -> None:
+        """Refuse a cache that a loss would go through: a cut call leaves none, and one with a cache is not cut."""
+        asked = [name for name in (*CACHES, "use_cache") if batch.get(name) not in (None, False)]
+        if asked and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"hf_parallel: cp_size={self.group.size()} with {asked[0]}: a key/value cache cannot be cut along the "
+                "sequence where gradients are computed; use_cache=False, or cp_size=1, works"
+            )
 
     def _is_generation(self, batch: Batch) -> bool:
         asked = bool(batch.get("use_cache")) and not torch.is_grad_enabled()

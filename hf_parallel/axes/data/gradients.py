@@ -135,10 +135,15 @@ def find_resting_parameters(roots: list[nn.Module], parameters: list[nn.Paramete
 
     FSDP2 registers gathered parameters from a forward pass to its backward pass.
     """
+    kept = find_stored_of_gathered(roots)
+    return [kept.get(id(parameter), parameter) for parameter in parameters]
+
+
+def find_stored_of_gathered(roots: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
+    """Return the stored parameter for the `id` of each gathered one."""
     groups = (group for root in roots for group in iterate_parameter_groups(root))
     gathered = (p for group in groups for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
-    kept = {id(p._unsharded_param): p.sharded_param for p in gathered}
-    return [kept.get(id(parameter), parameter) for parameter in parameters]
+    return {id(p._unsharded_param): p.sharded_param for p in gathered}
 
 
 def _widen_gradients(root: nn.Module) -> None:

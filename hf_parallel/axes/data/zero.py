@@ -18,7 +18,7 @@ import dataclasses
 import inspect
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
@@ -38,11 +38,13 @@ from hf_parallel.axes.data.gradients import round_after_backward
 from hf_parallel.axes.data.lowered import follow_dtype_now, make_policy_for
 from hf_parallel.axes.data.units import (
     allow_packed_weights,
+    carry_freezing,
     gather_unit,
     get_groups_of,
     get_state_of,
     iterate_parameter_groups,
     iterate_sharded_modules,
+    let_caches_gather,
     separate_dtypes,
     shard_dim,
 )
@@ -213,13 +215,20 @@ BUCKET = 25 * 1024**2
 
 
 @allow_packed_weights()
-def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Module], mesh: ParallelMesh) -> None:
+def shard_data_parallel(
+    model: nn.Module,
+    root: nn.Module,
+    blocks: list[nn.Module],
+    mesh: ParallelMesh,
+    sharded: Iterable[nn.Parameter] = (),
+) -> None:
     """Shard `root` over the data axes: a parameter group for each of `blocks`, for both ends, and for the rest.
 
     Args:
         model: what the script calls.
         root: what runs its layers: under a pipeline the stage, otherwise the model.
         blocks: the transformer layers of this rank, gathered one at a time.
+        sharded: of models inside, whose modules a script may have in a second place.
     """
     if mesh.config.sharing_size == 1:
         return
@@ -229,6 +238,7 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
         keeps = True  # gathering again for every micro-batch would cost more than the memory it frees
     settings: Settings = {"mesh": axes, "mp_policy": make_policy_for(root), **make_offload_settings(mesh)}
     settings["ignored_params"] = {
+        *sharded,
         *_shard_experts(root, mesh, keeps, settings),
         *_average_gradients_of_scalars(root, mesh),
     }
@@ -253,7 +263,11 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
         register_fsdp_forward_method(model, "generate")  # it calls an encoder by itself, past the model's forward
     for module in iterate_sharded_modules(root):
         _name_as_before(type(module))
+        let_caches_gather(module)
     let_units_work_in_place(root)
+    for group in iterate_parameter_groups(root):
+        for held in group.fsdp_params:
+            carry_freezing(held)
     # Before FSDP2's own hook, which gathers: weights in autocast's dtype, if a forward pass runs under autocast. What
     # `compute_in` has settled holds instead: accelerate enters autocast inside the model's forward.
     root.register_forward_pre_hook(lambda module, args: follow_dtype_now(module, mesh.device), prepend=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -176,9 +176,14 @@ def refuse_partial_outputs(config: PretrainedConfig, batch: Batch, balances: boo
         if getattr(config, key, False) if batch.get(key) is None else batch[key]:
             raise NotImplementedError(f"hf_parallel: {key}=True needs all layers on one rank; pp_size=1 works")
     if has_cache(batch):
-        raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; pass use_cache=False")
+        refuse_cache()
     if batch.get("return_dict") is False:
         raise NotImplementedError("hf_parallel: a pipelined model returns named outputs; drop return_dict=False")
+
+
+def refuse_cache() -> NoReturn:
+    """Refuse a key/value cache that a script hands to a model, or asks of it."""
+    raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; use_cache=False works")
 
 
 class DetachedNode(torch.autograd.Function):

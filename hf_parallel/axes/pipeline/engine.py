@@ -34,6 +34,7 @@ from hf_parallel.axes.pipeline.batches import (
     count_causal_targets,
     count_rows,
     drop_mask_of_packs,
+    refuse_cache,
     refuse_partial_outputs,
     split_rows,
     tokens_of,
@@ -215,6 +216,8 @@ class PipelineEngine(StageRunner):
         if self.services.balance is None:  # nothing reads the count
             batch = {key: value for key, value in drop_mask_of_packs(batch).items() if key != COUNTED}
         refuse_partial_outputs(self.model.config, batch, self.services.balance is not None)
+        if batch.get("use_cache"):
+            refuse_cache()
         if "use_cache" in self._signature.parameters:
             batch["use_cache"] = False
         if self.items is not None and self.sums_over_tokens and batch.get("labels") is not None:

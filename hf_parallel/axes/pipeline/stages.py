@@ -59,7 +59,9 @@ class Described(torch.Tensor):
         if func is torch.Tensor.__repr__:
             return f"tensor(..., size={tuple(own.shape)}, dtype={own.dtype})  # {own.origin[0]}"
         if func.__name__ in _DRAWS:
-            func(torch.empty(own.shape, dtype=own.dtype, device=own.origin[1]), *args[1:], **kwargs)
+            empty = torch.empty(own.shape, dtype=own.dtype, device=own.origin[1])
+            given = {key: empty if value is own else value for key, value in kwargs.items()}
+            func(*(empty if value is own else value for value in args), **given)
         try:
             result = super().__torch_function__(func, types, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
@@ -76,7 +78,7 @@ class Described(torch.Tensor):
 #: Functions that draw a random number for each element: all ranks must draw as many.
 _DRAWS = {
     *("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_"),
-    *("rand_like", "randn_like"),
+    *("rand_like", "randn_like", "kaiming_uniform_"),
 }
 _DEVICE, _SET_DATA = torch.Tensor.device.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 

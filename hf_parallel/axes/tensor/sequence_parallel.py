@@ -31,7 +31,7 @@ from hf_parallel.model.anatomy import (
     has_own_parameters,
     is_norm,
 )
-from hf_parallel.model.calls import bind_arguments_of, has_cache, hold_tokens
+from hf_parallel.model.calls import bind_arguments_of, get_tokens_of, has_cache, hold_tokens
 from hf_parallel.model.experts import iterate_experts
 from hf_parallel.ranks import join_sequence, split_sequence
 
@@ -90,16 +90,30 @@ def apply_sequence_parallel(model: nn.Module, group: dist.ProcessGroup, switch: 
         for part in (*stack.layers, *([] if stack.norm is None else [stack.norm])):
             region = Region(part, group, switch)
             for module in find_unsplit_modules(part):
-                put_mixin_on(module, PartialGradient, region)
+                put_mixin_on(module, GradientOfTokens, region)
         for layer in stack.layers:
             scope = OwnRandomNumbers(layer, group)
-            layer.register_forward_pre_hook(scope.begin)
+            layer.register_forward_pre_hook(functools.partial(_draw_apart, switch, scope))
             layer.register_forward_hook(scope.end, always_call=True)
         stack.layers[0].register_forward_pre_hook(functools.partial(_split_input, group, switch), with_kwargs=True)
         if any(True for layer in stack.layers for _ in iterate_experts(layer)):
             reader = find_reader_of_stack(find_text_part(model), stack)
             reader.register_forward_hook(functools.partial(_gather_router_logits, group, switch))
         (stack.norm or stack.layers[-1]).register_forward_hook(functools.partial(_join_output, group, switch))
+
+
+class GradientOfTokens(PartialGradient):
+    """A layer on the residual stream: its gradient is of this rank's tokens, unless a cache keeps sequences whole."""
+
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        if self.region.sequence_parallel:
+            return super().forward(*args, **kwargs)
+        return super(PartialGradient, self).forward(*args, **kwargs)
+
+
+def _draw_apart(switch: SequenceParallelFlag, scope: OwnRandomNumbers, *_: object) -> None:
+    if switch.on:
+        scope.begin()
 
 
 def _gather_router_logits(
@@ -147,7 +161,7 @@ def pad_sequences_of_reader(reader: nn.Module, multiple: int, switch: SequencePa
 
     Args:
         caches: whether the model may keep a key/value cache. Calls with one (generation) run with whole sequences:
-            their steps are one token long. Under a pipeline there is none.
+            their steps are one token long, and padding would stay in it. Under a pipeline there is none.
     """
     forward = reader.forward
     names = list(inspect.signature(forward).parameters)
@@ -156,8 +170,7 @@ def pad_sequences_of_reader(reader: nn.Module, multiple: int, switch: SequencePa
     @functools.wraps(forward)
     def padded(*args: object, **kwargs: object) -> object:
         batch = bind_arguments_of(names, args, kwargs, reader)
-        cached = batch.get("use_cache", getattr(reader.config, "use_cache", False)) and not torch.is_grad_enabled()
-        if caches and (cached or has_cache(batch)):
+        if caches and _keeps_cache(reader, batch, multiple):
             switch.on = False
             try:
                 return forward(**batch)
@@ -176,6 +189,18 @@ def pad_sequences_of_reader(reader: nn.Module, multiple: int, switch: SequencePa
         return _cut_padding(outputs, shape[1], extra)
 
     reader.forward = padded
+
+
+def _keeps_cache(reader: nn.Module, batch: dict[str, object], multiple: int) -> bool:
+    """Return whether a call reads a key/value cache, or leaves one that must have no padding in it."""
+    given, asked = has_cache(batch), batch.get("use_cache", getattr(reader.config, "use_cache", False))
+    if not torch.is_grad_enabled():
+        return given or bool(asked)
+    unlike = get_tokens_of(batch).shape[1] % multiple if batch.get("use_cache") is True else 0
+    # Layers that run again in the backward pass keep no cache.
+    return bool(given or unlike) and not (
+        reader.training and any(getattr(layer, "gradient_checkpointing", False) for layer in reader.modules())
+    )
 
 
 def _pad_batch(batch: dict[str, object], shape: torch.Size, extra: int, bidirectional: bool) -> dict[str, object]:

@@ -283,7 +283,9 @@ def apply_vocab_parallel(
         if style == "colwise_gather_output":
             shard_parameter(module, "bias", mesh, 0, device)
             head = put_mixin_on(module, VocabParallelHead, region)
-            head.mesh, head.whole = mesh, not own_loss
+            head.mesh = mesh
+            if own_loss:
+                _keep_parts_within_calls(model, head)
         elif type(module) is nn.Embedding:
             put_mixin_on(module, VocabParallel, region)
         else:  # a subclass keeps what it adds (such as scaling) and finds the lookup in the parts behind it
@@ -293,6 +295,16 @@ def apply_vocab_parallel(
             split.region = region
     if own_loss and "colwise_gather_output" in styles.values():
         model.loss_function = functools.partial(compute_causal_loss, model.loss_function)
+
+
+def _keep_parts_within_calls(model: PreTrainedModel, head: VocabParallelHead) -> None:
+    """Let the head return parts while the model runs: what calls the head by itself has a loss of its own."""
+
+    def within(is_within: bool, *_: object) -> None:
+        head.whole = not is_within
+
+    model.register_forward_pre_hook(functools.partial(within, True))
+    model.register_forward_hook(functools.partial(within, False), always_call=True)
 
 
 class VocabParallel(TensorParallelLayer):
@@ -327,7 +339,7 @@ class VocabParallelHead(ColumnParallel):
 
     out_features: int
     mesh: DeviceMesh
-    whole: bool = False
+    whole: bool = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         logits = super().forward(input)
