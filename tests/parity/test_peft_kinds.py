@@ -186,7 +186,7 @@ def with_head(spec, out, folder):
     return fit(*trainer_of(get_peft_model(model, config), out, data_ranks, **options), f"{out}/saved")
 
 
-@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2", "cp=2"])
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2"])
 def test_prompts_beside_a_copied_head(runs, spec):
     runs.compare(with_head, spec, runs.initial("llama", num_hidden_layers=3))
 
