@@ -170,8 +170,8 @@ def _write_weights(
         with saving.noting():
             # Remove shards of an earlier save with another count, which would be read along with the new ones
             keep = set(entries)
-            files = re.escape(stem) + r"(-\d{5}-of-\d{5})?\.safetensors"
-            pattern = re.compile(f"{files}|{re.escape(name_index(stem))}")
+            shards = re.escape(stem) + r"(-\d{5}-of-\d{5})?\.safetensors"
+            pattern = re.compile(f"{shards}|{re.escape(name_index(stem))}")
             for file in os.listdir(directory):
                 if pattern.fullmatch(file) and file not in keep:
                     os.remove(os.path.join(directory, file))
