@@ -170,7 +170,8 @@ def _write_weights(
         with saving.noting():
             # Remove shards of an earlier save with another count, which would be read along with the new ones
             keep = set(entries)
-            pattern = re.compile(re.escape(stem) + r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+            shards = re.escape(stem) + r"(-\d{5}-of-\d{5})?\.safetensors"
+            pattern = re.compile(f"{shards}|{re.escape(name_index(stem))}")
             for file in os.listdir(directory):
                 if pattern.fullmatch(file) and file not in keep:
                     os.remove(os.path.join(directory, file))
@@ -179,9 +180,15 @@ def _write_weights(
                 write_index(directory, stem, {"metadata": plan.metadata, "weight_map": weight_map})
 
 
+def name_index(stem: str) -> str:
+    """Return the name of the index of "model", or of "model.variant", which transformers puts at the end."""
+    kind, _, variant = stem.partition(".")
+    return f"{kind}.safetensors.index.{variant}.json" if variant else f"{kind}.safetensors.index.json"
+
+
 def write_index(directory: str, stem: str, index: Mapping[str, object]) -> None:
     """Write the index that says which tensor is in which file, as on the Hub."""
-    with open(os.path.join(directory, f"{stem}.safetensors.index.json"), "w", encoding="utf-8") as out:
+    with open(os.path.join(directory, name_index(stem)), "w", encoding="utf-8") as out:
         json.dump(index, out, indent=2, sort_keys=True)
 
 

@@ -1,11 +1,14 @@
 """Ways to save and to generate outside Trainer, on every kind of layout."""
 
+import os
+from functools import partial
 from types import SimpleNamespace
 
 import peft
 import pytest
 import torch
 from accelerate import Accelerator
+from transformers import AutoModelForCausalLM
 from transformers.utils import hub
 
 from tests import models
@@ -35,6 +38,24 @@ def test_a_gathered_state_dict_saves(spec, tmp_path):
     run_alone(save_gathered, None, str(tmp_path / "one"))
     run(save_gathered, axes(spec)["world"], spec, str(tmp_path / "many"), init=False)
     none(weight_differences(str(tmp_path / "many"), str(tmp_path / "one"), 0.0))
+
+
+def save_variant(spec: str | None, folder: str) -> list[str]:
+    """Save twice, first in more files, under the name of a variant."""
+    activate(spec)
+    model = Accelerator(cpu=True).prepare(models.build("llama"))
+    for size in ("50KB", "200KB"):
+        model.save_pretrained(folder, variant="half", max_shard_size=size)
+    return sorted(os.listdir(folder))
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "pp=2"])
+def test_a_variant_in_several_files_loads(spec, tmp_path):
+    expected = run_alone(save_variant, None, str(tmp_path / "one"))
+    assert run(save_variant, 2, spec, str(tmp_path / "many"), init=False)[0] == expected
+    load = partial(AutoModelForCausalLM.from_pretrained, variant="half", dtype="auto")
+    saved, plain = (load(str(tmp_path / name)).state_dict() for name in ("many", "one"))
+    torch.testing.assert_close(saved, plain, rtol=0, atol=0)
 
 
 def upload(spec: str | None) -> list[tuple]:

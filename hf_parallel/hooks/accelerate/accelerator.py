@@ -131,10 +131,7 @@ def _make_ready(accelerator: Accelerator, model: nn.Module) -> None:
     model.register_forward_pre_hook(hangs.mark_forward_pass)
 
 
-@patch("accelerate.accelerator:Accelerator.prepare_optimizer", "was made before its model became parallel")
-def prepare_optimizer(
-    original: Callable, self: Accelerator, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object
-) -> object:
+def make_optimizer_ready(optimizer: torch.optim.Optimizer) -> None:
     """Point an optimizer at the parallel model's parameters, and say where it differs from one process."""
     inner = getattr(optimizer, "optimizer", optimizer)
     size, kind = runtime.mesh().size("pp"), type(inner)
@@ -155,7 +152,6 @@ def prepare_optimizer(
         )
     host_step.check_host_optimizer(inner)
     monitoring.follow_steps(inner)
-    return original(self, optimizer, *args, **kwargs)
 
 
 def make_parallel(model: nn.Module) -> None:

@@ -23,6 +23,7 @@ from hf_parallel.ask.session import of_process, of_session
 from hf_parallel.checkpoint.slices import is_changed_alike, refuse_changes_of_rank_0
 from hf_parallel.hooks import hangs, runtime
 from hf_parallel.hooks.accelerate import processes
+from hf_parallel.hooks.accelerate.accelerator import make_optimizer_ready
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft.adapters import is_saved_as_adapters, load_adapter_weights
 from hf_parallel.hooks.trainer.checkpoints import get_inner_optimizer, write_layout
@@ -105,16 +106,19 @@ class _Alone:
         self.random_states = processes.read_global_state(), runtime.mesh().read_random_state()
 
 
-@patch("accelerate.accelerator:Accelerator.prepare_optimizer", "rank 0 alone cannot save its state")
-def let_rank_0_save(original: Callable, self: Accelerator, *args: object, **kwargs: object) -> object:
-    """Let rank 0 call `save_state` in a loop while the others wait for it."""
+@patch("accelerate.accelerator:Accelerator.prepare_optimizer", "has what its model had; rank 0 cannot save its state")
+def prepare_optimizer(
+    original: Callable, self: Accelerator, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object
+) -> object:
+    """Give it the parallel model's parameters; let rank 0 call `save_state` in a loop while the others wait for it."""
+    make_optimizer_ready(optimizer)
     alone = of_session(_Alone)
     if runtime.is_loop() and self not in alone.requests:
         number = take_requests(self, _save_with_rank_0)
         if number is not None:
             alone.requests[self] = number
             of_process(desync.Answering).on_question = alone.keep_random_states
-    return original(self, *args, **kwargs)
+    return original(self, optimizer, *args, **kwargs)
 
 
 def _save_with_rank_0(accelerator: Accelerator) -> None:
