@@ -35,6 +35,7 @@ from hf_parallel.apply.weights import (
 )
 from hf_parallel.ask.session import of_process, of_session
 from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.data.gradients import find_resting_parameters
 from hf_parallel.axes.data.units import keeps_apart, place_gradients, sum_in_one_dtype
 from hf_parallel.axes.pipeline.batches import find_leaves
 from hf_parallel.axes.pipeline.stage_runner import pipelines_of
@@ -51,8 +52,14 @@ def _find_states_of(parameters: Sequence[torch.Tensor]) -> list[ParallelState]:
     """Return the states of the models that own these. All stages of a pipeline take part, also without any."""
     wanted = set(map(id, parameters))
     states = [(model, state) for model in list_parallel_models() if (state := state_of(model)) is not None]
-    found = [state for model, state in states if any(id(p) in wanted for p in model.parameters())]
+    found = [state for model, state in states if wanted & _list_ids_of(model)]
     return found or [state for _, state in states if not wanted and state.pipeline is not None]
+
+
+def _list_ids_of(model: nn.Module) -> set[int]:
+    """Return the `id` of each parameter, and of each stored one of which a forward pass has left a copy."""
+    held = list(model.parameters())
+    return {id(parameter) for parameter in (*held, *find_resting_parameters([model], held))}
 
 
 @patch("torch.nn.utils.clip_grad:clip_grad_norm_", "norm of one stage, or mixes shards and whole tensors", copies=True)

@@ -110,11 +110,11 @@ def prepare(original: Callable, self: Accelerator, *args: object, **kwargs: obje
         refuse("fp16", "accelerate scales losses on accelerators only, not on CPUs", "bf16")
     scale_together(self)
     for model in (arg for arg in args if isinstance(arg, nn.Module)):
-        _make_ready(self, model)
+        _prepare_for_loops(self, model)
     return original(self, *args, **kwargs)
 
 
-def _make_ready(accelerator: Accelerator, model: nn.Module) -> None:
+def _prepare_for_loops(accelerator: Accelerator, model: nn.Module) -> None:
     mesh = runtime.mesh()
     make_parallel(model)
     normalise_over_data_ranks(model)
@@ -326,7 +326,7 @@ def prepare_model(
 ) -> object:
     """Apply autocast, and compile layers, not the whole model. The parallel model places and reduces by itself."""
     if not evaluation_mode and runtime.find_parallel_state(model) is None:  # the script calls it by itself
-        _make_ready(self, model)
+        _prepare_for_loops(self, model)
     state = runtime.find_parallel_state(model)
     if state is None:
         return original(self, model, device_placement=device_placement, evaluation_mode=evaluation_mode)
