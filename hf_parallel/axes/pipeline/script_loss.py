@@ -118,13 +118,13 @@ def find_plan(
     suits = sum(call.grad for call in (one.call for one in made)) == 1 and not any(
         one.balance is not None or (one.call.has_tensors and not one.call.grad) for one in made
     )
-    verdicts = torch.zeros(len(CUTS), device=engine.mesh.device)
-    if not engine.last:
-        verdicts.fill_(1)
-    elif suits:
-        with quietly(), engine.mesh.fork_random_state(), count_over_whole_batch(engine, batch, counts):
-            Session(engine).run(lambda: verdicts.copy_(_test_cuts(engine, batch, made, loss_of)))
-    dist.all_reduce(verdicts, op=dist.ReduceOp.MIN)  # all ranks go the same way
+    verdicts = torch.full((len(CUTS),), float(suits or not engine.last), device=engine.mesh.device)
+    for trial in range(_TRIALS):
+        if engine.last and suits and verdicts.any():
+            with quietly(), engine.mesh.fork_random_state(), count_over_whole_batch(engine, batch, counts):
+                found = Session(engine).run(functools.partial(_test_cuts, engine, batch, made, loss_of, trial))
+                verdicts *= found.to(verdicts.device)
+        dist.all_reduce(verdicts, op=dist.ReduceOp.MIN)  # all ranks go the same way, also to the next trial
     cut = next((cut for cut, holds in zip(CUTS, verdicts.tolist(), strict=True) if holds), None)
     calls = [[one.call for one in made]]
     dist.broadcast_object_list(calls, group=engine.control, group_src=engine.last_rank)
@@ -146,35 +146,45 @@ class Prepared(Session):
         return self.seen[-1]
 
 
-def _test_cuts(engine: StageRunner, batch: Batch, made: list[Made], loss_of: Loss) -> torch.Tensor:
+#: Trials of how a loss may be cut. Parts of the first one may have as many targets by chance, and a script's weights
+#: may be alike in the first batch; the second one changes what a script may count.
+_TRIALS = 2
+
+
+def _test_cuts(engine: StageRunner, batch: Batch, made: list[Made], loss_of: Loss, trial: int) -> torch.Tensor:
     """Return for each of `CUTS` whether the losses of parts make up that of the batch, on disturbed outputs.
 
-    Parts may have as many targets by chance, and a script's weights be alike in the first batch. A second trial
-    changes what a script may count; where it can compute no loss of that, the first one stands.
+    All data ranks compute as many losses, in which a script may ask others. In a trial after the first one a cut holds
+    also if the script has no loss of a changed batch, or an infinite one.
     """
-    generator = torch.Generator().manual_seed(0)  # ranks that share a sequence or a vocabulary disturb alike
-    padding, rows = getattr(engine.model.config, "pad_token_id", None), count_rows(batch)
+    generator = torch.Generator().manual_seed(trial)  # ranks that share a sequence or a vocabulary disturb alike
+    rows, held = count_rows(batch), []
+    disturbed = disturb_batch(getattr(engine.model.config, "pad_token_id", None), batch, generator)
+    if trial:
+        disturbed = change_columns(disturbed, torch.ones(rows), generator)
+    outputs = [_disturb_output(one.output, generator) for one in made]
 
     def compute(answers: list[Answer], part: Batch) -> torch.Tensor:
         return Prepared(engine, answers).run(functools.partial(loss_of, part))
 
-    def test(disturbed: Batch) -> torch.Tensor:
-        outputs = [_disturb_output(one.output, generator) for one in made]
-        whole, held = compute(list(outputs), dict(disturbed)).float(), []
+    with torch.no_grad():
+        whole = _compute_if_any(compute, list(outputs), dict(disturbed))
         for cut in CUTS:
             can_cut = rows % cut.rows == 0 and can_be_cut(rows // cut.rows, engine.config)
             count = count_micro_batches(rows // cut.rows, engine.config) if can_cut else 0
-            held.append(can_cut and _does_cut_hold(cut, count, whole, disturbed, outputs, compute))
-        return torch.tensor(held).float()
+            holds = can_cut and _does_cut_hold(cut, count, whole, disturbed, outputs, compute)
+            held.append(can_cut and bool(trial) if holds is None else holds)
+    return torch.tensor(held).float()
 
-    with torch.no_grad():
-        verdicts = test(disturb_batch(padding, batch, generator))
-        if not verdicts.any():
-            return verdicts
-        changed = change_columns(disturb_batch(padding, batch, generator), torch.ones(rows), generator)
-        with contextlib.suppress(Exception):
-            return verdicts * test(changed)
-    return verdicts
+
+def _compute_if_any(
+    compute: Callable[[list[Answer], Batch], torch.Tensor], answers: list[Answer], batch: Batch
+) -> torch.Tensor:
+    """Return the loss of a batch; not a number where the script has none."""
+    try:
+        return compute(answers, batch).detach().float()
+    except Exception:  # whatever a script does with other examples than a loader's
+        return torch.tensor(torch.nan)
 
 
 def _does_cut_hold(
@@ -184,20 +194,21 @@ def _does_cut_hold(
     batch: Batch,
     outputs: list[ModelOutput],
     compute: Callable[[list[Answer], Batch], torch.Tensor],
-) -> bool:
-    """Return whether the losses of `count` parts make up `whole`. `compute`: returns a part's loss, by answers."""
+) -> bool | None:
+    """Return whether the losses of `count` parts make up `whole`; None where one of them is no number.
+
+    `compute` returns a part's loss, by answers. A loss of zero, as of no targets, is the sum of any parts.
+    """
     rows = count_rows(batch)
     picked = [_pick_micro_batches(output, count, cut.rows, rows) for output in outputs]
-    total = torch.zeros_like(whole)
-    for i, part in enumerate(split_examples(batch, count, cut.rows, rows)):
-        try:
-            total += compute([parts[i] for parts in picked], part).detach().float() / (count if cut.mean else 1)
-        except (RuntimeError, ValueError, IndexError):  # the script cannot compute a loss of such a part
-            return False
+    parts = split_examples(batch, count, cut.rows, rows)
+    losses = [_compute_if_any(compute, [one[i] for one in picked], part) for i, part in enumerate(parts)]
+    total = torch.stack([loss.to(whole.device) for loss in losses]).sum() / (count if cut.mean else 1)
+    if not bool(whole.isfinite()) or not bool(total.isfinite()):
+        return None
     # The noise sets other ways of cutting apart by far more than bf16 rounds.
     exact = all(output["last_hidden_state"].dtype == torch.float32 for output in outputs)
-    telling = bool(whole.isfinite()) and bool(whole)  # a loss of zero, as of no targets, is the sum of any parts
-    return telling and torch.allclose(total, whole, rtol=1e-4 if exact else 2e-2)
+    return bool(whole) and torch.allclose(total, whole, rtol=1e-4 if exact else 2e-2)
 
 
 def _disturb_output(output: ModelOutput, generator: torch.Generator) -> ModelOutput:

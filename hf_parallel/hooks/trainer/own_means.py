@@ -208,14 +208,12 @@ def _take_examples(first: FirstLoss) -> tuple[dict, list]:
 
 def _test_means(model: nn.Module, batch: dict, outputs: list, loss_of: Loss) -> Vote | None:
     """Return what the loss of the batch may be a mean over; None if this batch does not show it."""
-    vote = _test_means_once(model, batch, outputs, loss_of, 0)
-    for trial in range(1, _TRIALS):
-        if vote is None or not vote.over:
-            break
-        other = _test_means_once(model, batch, outputs, loss_of, trial)
-        if other is not None and other.runs:
-            vote = Vote([targets for targets in vote.over if targets in other.over])
-    return vote
+    # All data ranks make all trials: a script may gather in its loss.
+    vote, *others = [_test_means_once(model, batch, outputs, loss_of, trial) for trial in range(_TRIALS)]
+    if vote is None or not vote.runs:
+        return vote
+    known = [other.over for other in others if other is not None and other.runs]
+    return Vote([targets for targets in vote.over if all(targets in over for over in known)])
 
 
 def _make_halves_unlike(padding: int | None, batch: dict, trial: int, generator: torch.Generator) -> dict:
@@ -266,12 +264,16 @@ def _test_means_once(model: nn.Module, batch: dict, outputs: list, loss_of: Loss
         return loss
 
     disturbed, halves, half = tree_map(disturb, outputs), split_examples(batch, 2, 1, rows), rows // 2
-    try:
-        usual, whole = (compute(batch, slice(None), endless) for endless in (False, True))
-        first, second = (compute(part, slice(i * half, (i + 1) * half)) for i, part in enumerate(halves))
-    except Exception:  # whatever a script does with other examples than a loader's
+    calls = [(batch, slice(None), False), (batch, slice(None), True)]
+    calls += [(part, slice(i * half, (i + 1) * half), True) for i, part in enumerate(halves)]
+    found_losses = []
+    for call in calls:  # all of them on each data rank
+        with contextlib.suppress(Exception):  # whatever a script does with other examples than a loader's
+            found_losses.append(compute(*call))
+    if len(found_losses) < len(calls):
         return Vote([], runs=False)
-    losses = torch.stack([usual, whole, first, second])
+    usual, whole, first, second = found_losses
+    losses = torch.stack(found_losses)
     if not bool(losses.isfinite().all()) or not bool(usual):
         return None  # as where a half has no targets
     counts, is_rest = bool((usual - whole).abs() > 1e-6 * usual.abs()), bool((losses[1:].abs() > 1e-9).any())
