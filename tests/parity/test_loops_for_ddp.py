@@ -55,7 +55,7 @@ def of_logits_scaled(accelerator, model, batch):
     logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
     weights = 1 + torch.arange(logits.shape[-1]) % 2
     criterion = torch.nn.CrossEntropyLoss(weight=weights.to(logits))
-    return 0.5 * criterion(logits.transpose(1, 2), batch["labels"][:, 1:]) / 3
+    return (0.5 * criterion(logits.transpose(1, 2), batch["labels"][:, 1:]) / 3).view(1)
 
 
 def of_logits_weighed_by_hand(accelerator, model, batch):

@@ -165,7 +165,8 @@ def remove_late_parameters(root: nn.Module, changed: Iterable[nn.Module] = ()) -
                 if id(place.module) in here and place.param_name in place.module._parameters
             ]
             renew_group(group)
-        drop_empty_groups(unit)
+        if not gone:  # modules that get other parameters need their groups
+            drop_empty_groups(unit)
 
 
 def find_registrations(info: ParamModuleInfo) -> Iterator[tuple[int, str]]:

@@ -168,28 +168,35 @@ def _name_operation(node: Any) -> str:
     return node.name().removesuffix("0").removesuffix("1").removesuffix("Backward")
 
 
-def _find_scaled_mean(loss: torch.Tensor, means: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+def _find_scaled_mean(
+    loss: torch.Tensor, means: list[tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the mean that a loss is, or a multiple of, with its count of targets; None if it is anything else."""
-    noted, node = {mean.grad_fn: (mean, count) for mean, count in means}, loss.grad_fn
+    noted: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {mean.grad_fn: (mean, count) for mean, count in means}
+    node: Any = loss.grad_fn
     while node is not None and node not in noted and _name_operation(node) in (*_SCALES, *_KEEPS_VALUE):
         before = [other for other, _ in node.next_functions if other is not None]
         node = before[0] if len(before) == 1 else None
     return noted.get(node)
 
 
-def _compute_weight_by_targets(loss: torch.Tensor, loop: runtime.LoopLosses, otherwise: float) -> Any:
+def _compute_weight_by_targets(
+    loss: torch.Tensor, found: tuple[torch.Tensor, torch.Tensor] | None, loop: runtime.LoopLosses, otherwise: float
+) -> torch.Tensor:
     """Return what a multiple of a mean of torch's own weighs by its targets. Collective over data ranks.
 
-    `otherwise` is the weight where a rank has another loss, or ranks scale by unlike numbers: such a loop weighs by
-    itself. Ranks agree in the first backward pass whether the loop has such means at all.
+    Ranks agree in the first backward pass whether the loop has such means at all.
+
+    Args:
+        found: the mean, and its number of targets; None if this rank's loss is anything else.
+        otherwise: the weight where a rank has another loss, or ranks scale by unlike numbers: such a loop weighs by
+            itself.
     """
-    (means, loop.means), mesh = (loop.means, []), runtime.mesh()
-    found = _find_scaled_mean(loss, means)
-    loop.told |= found is not None
+    mesh = runtime.mesh()
     numbers = torch.zeros(4, dtype=torch.float64, device=mesh.device)
     if found is not None:
         mean, count = (value.detach().double() for value in found)
-        scale = torch.where((count == 0) | (mean == 0), 1.0, loss.detach().double() / mean)
+        scale = torch.where((count == 0) | (mean == 0), 1.0, loss.detach().double().reshape(()) / mean)
         numbers.copy_(torch.stack([count, torch.ones_like(count), count * scale, count * scale**2]))
     total = numbers.clone()
     dist.all_reduce(total, group=mesh.data_group)
@@ -206,11 +213,12 @@ def weigh(loss: torch.Tensor, state: GradientState) -> torch.Tensor:
     current, ranks = runtime.current(), runtime.mesh().data_size
     if current is None or current.in_trainer or ranks == 1:
         return loss
-    weight: Any = None
+    found, weight = _find_scaled_mean(loss, current.loop.means), None
+    current.loop.means = []
     if current.loop.weighs_means is not False:
         otherwise = compute_full_share(state) if current.config.shares_batches else 1.0
-        weight = _compute_weight_by_targets(loss, current.loop, otherwise)
-    if not current.loop.told:
+        weight = _compute_weight_by_targets(loss, found, current.loop, otherwise)
+    if not current.loop.told and found is None:
         of_models, current.loop.of_models = current.loop.of_models, []
         current.loop.told = _find_sources(loss, of_models)[1]
         if current.loop.told and is_undivided_sum(loss.grad_fn, {one.grad_fn for one in of_models}):
