@@ -195,6 +195,14 @@ def test_joined_rows_of_models_that_read_the_examples_before(benches, model, spe
     assert any("packing=False with padding_free=False works" in line for line in lines)
 
 
+def test_figures_of_a_reference_under_uneven_shares(benches):
+    """DPO's first loss was not the logarithm of two."""
+    choices = KINDS["dpo"].read("precompute_ref_log_probs=True")
+    outcome, lines = benches["dpo"].try_script(choices, "dp_shard=2,batch_shares=3:1")
+    assert outcome == "refused"
+    assert any("precompute_ref_log_probs=False works" in line for line in lines)
+
+
 @pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in DRAWN for seed in range(SEEDS.get(name, 12))])
 def test_drawn_scripts(benches, name, seed):
     """Each is equal to one process or refused in words."""
