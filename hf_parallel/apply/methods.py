@@ -162,6 +162,7 @@ def _let_parameters_rest(model: nn.Module, mesh: ParallelMesh) -> None:
 def _name_resting_parameters(
     original: Callable, model: nn.Module, *args: object, **kwargs: object
 ) -> Iterator[tuple[str, nn.Parameter]]:
+    """Name the stored parameters for a script and its libraries; this package gets those that modules hold now."""
     found, asker = list(original(model, *args, **kwargs)), sys._getframe(1)
     while asker.f_back is not None and asker.f_code.co_filename == __file__:
         asker = asker.f_back

@@ -41,6 +41,7 @@ Loss: TypeAlias = Callable[[Any, dict, bool], torch.Tensor]
 _EXAMPLES, _TOKENS = 4, 64
 #: So many batches are looked at until one tells.
 _LOOKS = 8
+#: So many unlike trials on a batch must agree.
 _TRIALS = 3
 
 
