@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -113,10 +113,9 @@ def note_last_batch(loader: object, batches: Iterator) -> Iterator:
             tensors = [part for part in parts if torch.is_tensor(part) and part.ndim]
             rows, cut = len(tensors[0]) if tensors else 0, cut_of(state)
             ranks, size = runtime.mesh().data_size, getattr(loader, "total_batch_size", None)
+            dealt = cut or (min(rows, size // ranks) if isinstance(size, int) else rows,) * ranks
             # Rows in one process's order are known of batches with one row per example: TRL's pairs are two blocks.
-            known = cut is not None or not isinstance(size, int) or rows <= size // ranks
-            examples = rows if known else cast(int, size) // ranks
-            repeated = (ranks * examples if cut is None else sum(cut)) - state.remainder
+            known, repeated = rows <= dealt[runtime.mesh().data_rank], sum(dealt) - state.remainder
             if repeated > 0 and rows:
                 real = count_real_rows(state, rows) if known else None
                 whole = [one for one in tensors if not (one.is_floating_point() or one.is_complex())]

@@ -493,12 +493,6 @@ def precompute_reference(
     """Let all ranks read the file that rank 0 writes. A data set in memory has a folder of its own per process."""
     if not hasattr(dataset, "_get_cache_file_path"):  # a stream, which TRL refuses
         return original(self, dataset, *args, **kwargs)
-    config = runtime.mesh().config
-    if config.shares_batches and original.__qualname__.startswith("DPOTrainer."):
-        why = "DPO does not train on the figures of its reference that were computed before, where shares are uneven"
-        refuse(
-            f"batch_shares={config.batch_shares}", why, do="precompute_ref_log_probs=False works, or batch_shares=even"
-        )
     find = dataset._get_cache_file_path
     with replacing(
         dataset, _get_cache_file_path=lambda fingerprint: messages.send_from_one(lambda: find(fingerprint))
