@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn.modules.module import _IncompatibleKeys
 
 from hf_parallel.apply.alone import generate_with_others, share_calls_of_rank_0
@@ -25,13 +23,11 @@ from hf_parallel.apply.weights import remember_model, resize_token_embeddings
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import get_first_line, refuse
 from hf_parallel.axes.data.gathered_once import keep_gathered
-from hf_parallel.axes.data.gradients import find_resting_parameters
 from hf_parallel.axes.data.lowered import drop_copies
 from hf_parallel.axes.data.parameters import forget_holders, make_identical
 from hf_parallel.axes.data.units import (
     follow_weights_dtype,
     forget_gathered_memory,
-    get_state_of,
     holds_whole_gradient,
     iterate_parameter_groups,
     iterate_sharded_modules,
@@ -52,7 +48,6 @@ if TYPE_CHECKING:
     from hf_parallel.axes.pipeline.engine import PipelineEngine
 
 #: The folder of this package.
-_OWN = os.path.dirname(os.path.dirname(__file__))
 
 
 def replace_methods(
@@ -88,8 +83,6 @@ def replace_methods(
         bind(model, "forward", forward_with_hooks)
     if hasattr(model, "set_use_kernels"):
         bind(model, "set_use_kernels", _set_use_kernels)
-    if pipeline is None:
-        _let_parameters_rest(model, mesh)
     if "generate" in vars(model):
         own_method = vars(model)["generate"].__func__  # FSDP2's, whose signature lacks an argument
         bind(model, "generate", functools.partial(_generate_from_gathered, mesh, own_method))
@@ -144,33 +137,6 @@ def _count_over_all_stages(
     """Count parameters or bytes as one process does."""
     with pipeline.remote_modules.counted(model):
         return original(model, *args, **kwargs)
-
-
-def _let_parameters_rest(model: nn.Module, mesh: ParallelMesh) -> None:
-    """Give others the stored parameters where a forward pass has left copies of them gathered, which are dropped."""
-    if mesh.config.sharing_size == 1:
-        return
-    named = functools.partial(_name_resting_parameters, type(model).named_parameters)
-
-    def list_parameters(module: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
-        return iter([parameter for _, parameter in named(module, recurse=recurse)])
-
-    bind(model, "named_parameters", named)
-    bind(model, "parameters", list_parameters)
-
-
-def _name_resting_parameters(
-    original: Callable, model: nn.Module, *args: object, **kwargs: object
-) -> Iterator[tuple[str, nn.Parameter]]:
-    """Name the stored parameters for a script and its libraries; this package gets those that modules hold now."""
-    found, asker = list(original(model, *args, **kwargs)), sys._getframe(1)
-    while asker.f_back is not None and asker.f_code.co_filename == __file__:
-        asker = asker.f_back
-    of_others = not asker.f_code.co_filename.startswith(_OWN)
-    if of_others and isinstance(model, FSDPModule) and get_state_of(model)._training_state is TrainingState.IDLE:
-        resting = find_resting_parameters([model], [parameter for _, parameter in found])
-        found = [(name, parameter) for (name, _), parameter in zip(found, resting, strict=True)]
-    return iter(found)
 
 
 def _iterate_parameters_of_stage(
@@ -392,7 +358,6 @@ def replace_methods_around(model: nn.Module, parts: Mapping[str, PreTrainedModel
         method = getattr(model, name, None)
         if callable(method):
             bind(model, name, functools.partial(_save, parts, mesh, method))
-    _let_parameters_rest(model, mesh)
     if parts or type(model).load_state_dict is nn.Module.load_state_dict:
         bind(model, "load_state_dict", load_own_parts)
     slices.let_ask(model, functools.partial(gather_state_dict, mesh=mesh))

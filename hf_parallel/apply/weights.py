@@ -23,7 +23,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hf_parallel.ask.keys.data import offload_folder, parameters_rest
 from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.data.gradients import find_stored_of_gathered
 from hf_parallel.axes.data.parameters import (
     Held,
     add_late_parameters,
@@ -42,7 +41,7 @@ from hf_parallel.checkpoint.hub_format import find_tied_parameters
 from hf_parallel.checkpoint.slices import find_local_part, list_axes_and_dims, read_part
 from hf_parallel.model.anatomy import StoredOrder, is_tie_broken
 from hf_parallel.ranks import assert_all_ranks
-from hf_parallel.ranks.mesh import ParallelMesh, get_stored, place_as
+from hf_parallel.ranks.mesh import ParallelMesh, find_stored_parameter, get_stored, is_copy, place_as
 from hf_parallel.ranks.steps import call_before_steps
 
 if TYPE_CHECKING:
@@ -216,13 +215,13 @@ def _find_packed_shapes() -> set[torch.Size]:
 
 def _iterate_alike(tensor: DTensor) -> Iterator[tuple[bool, StoredOrder | None]]:
     """Yield, for each parameter of this shape, whether the tensor is it, its data or gradient, and its row order."""
-    address, resting = get_stored(tensor).data_ptr(), find_stored_of_gathered(_models)
+    address = get_stored(tensor).data_ptr()
     for module in (module for model in _models for module in model.modules()):
         orders = vars(module).get("stored_orders", {})
         for name, parameter in module._parameters.items():
             if parameter is None or parameter.shape != tensor.shape:
                 continue
-            stored = resting.get(id(parameter), parameter)
+            stored = find_stored_parameter(parameter)
             known = [one for one in (parameter, parameter.grad, stored, stored.grad) if isinstance(one, DTensor)]
             is_own = any(tensor is one or (address and get_stored(one).data_ptr() == address) for one in known)
             yield bool(is_own), orders.get(name)
@@ -451,6 +450,9 @@ def store(parameter: DTensor, value: torch.Tensor, what: str = "p.data = x") -> 
     local = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
     if local is not own._local_tensor or not local.is_contiguous():
         own = place_as(own, local.contiguous())
+    if is_copy(parameter):
+        parameter._local_tensor.copy_(own._local_tensor)
+        return
     if found is not None:  # refuse what cannot be stored before anything is changed
         advice, kind = "p.data.copy_(x)", type(parameter._local_tensor)
         if offload_folder(found.offload) and parameters_rest(found.offload):

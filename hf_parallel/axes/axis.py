@@ -82,7 +82,6 @@ class PipelineServices:
         scale_loss: multiplies a loss by the factor that fp16 needs.
         lowered_dtype: returns the dtype of weights that data ranks gather, or None.
         before_run: called before each run with whether it trains and the shape of its tokens.
-        at_rest: replaces gathered parameters by the stored ones.
         begin_held_run: starts a run whose gradients wait for the step's last one; None if the step has no other.
         reduce_stages: reduces gradients of this rank's stages that no backward pass has reduced over data ranks.
         gradients_scaled: called in the backward pass of a run's loss with the factor of its gradients.
@@ -94,7 +93,6 @@ class PipelineServices:
     scale_loss: Callable[[torch.Tensor], torch.Tensor] | None = None
     lowered_dtype: Callable[[], torch.dtype | None] = lambda: None
     before_run: Callable[[bool, torch.Size], None] = lambda training, tokens: None
-    at_rest: Callable[[list[nn.Parameter]], list[nn.Parameter]] = list
     begin_held_run: Callable[[], HeldRun | None] = lambda: None
     reduce_stages: Callable[[], None] = lambda: None
     gradients_scaled: Callable[[torch.Tensor | None], None] = lambda scale: None

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,13 +35,13 @@ from hf_parallel.apply.weights import (
 )
 from hf_parallel.ask.session import of_process, of_session
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.data.gradients import find_resting_parameters
+from hf_parallel.axes.data.copies import find_resting_parameter
 from hf_parallel.axes.data.units import keeps_apart, place_gradients, sum_in_one_dtype
 from hf_parallel.axes.pipeline.batches import find_leaves
 from hf_parallel.axes.pipeline.stage_runner import pipelines_of
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, replace
-from hf_parallel.ranks.mesh import get_stored
+from hf_parallel.ranks.mesh import find_stored_parameter, get_stored
 from hf_parallel.ranks.steps import call_before_steps
 
 if TYPE_CHECKING:
@@ -58,8 +58,16 @@ def _find_states_of(parameters: Sequence[torch.Tensor]) -> list[ParallelState]:
 
 def _list_ids_of(model: nn.Module) -> set[int]:
     """Return the `id` of each parameter, and of each stored one of which a forward pass has left a copy."""
-    held = list(model.parameters())
-    return {id(parameter) for parameter in (*held, *find_resting_parameters([model], held))}
+    return {id(one) for parameter in model.parameters() for one in (parameter, find_stored_parameter(parameter))}
+
+
+@patch("torch.nn.modules.module:Module.named_parameters", "names copies that FSDP2 has gathered, and drops")
+def named_parameters(
+    original: Callable, self: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Name the stored parameters where a forward pass without a backward pass has left copies gathered."""
+    for name, parameter in original(self, prefix, recurse, remove_duplicate):
+        yield name, find_resting_parameter(parameter)
 
 
 @patch("torch.nn.utils.clip_grad:clip_grad_norm_", "norm of one stage, or mixes shards and whole tensors", copies=True)
@@ -401,10 +409,19 @@ def make_optimizer(original: Callable, self: Optimizer, params: Any, *args: Any,
             params = [{"params": []}]
         params = [{**group, "params": list(group["params"])} if _is_open(group) else group for group in params]
         _refuse_no_parameters(type(self).__name__, params)
-    original(self, params, *args, **kwargs)
+    original(self, _take_stored(params), *args, **kwargs)
     if _trains_together():
         of_process(_Beside).name_next(self)
     note_optimizer(self)
+
+
+def _take_stored(params: Any) -> Any:
+    """Put stored parameters in the place of copies in what an optimizer is given, in groups and by name, too."""
+    if isinstance(params, torch.Tensor):
+        return find_stored_parameter(cast(nn.Parameter, params))
+    if isinstance(params, dict):
+        return {**params, "params": _take_stored(params["params"])}
+    return type(params)(map(_take_stored, params)) if type(params) in (list, tuple) else params
 
 
 def _refuse_no_parameters(name: str, groups: list) -> None:

@@ -42,6 +42,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -76,6 +77,21 @@ def compute_coordinates(config: ParallelConfig, rank: int, sizes: dict[str, int]
 def get_stored(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a tensor that this rank stores, as a plain tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+#: Attribute of a gathered copy of a parameter: FSDP2's record, which has the stored one.
+STORED = "_hf_parallel_stored"
+
+
+def is_copy(parameter: torch.Tensor) -> bool:
+    """Return whether this is what data ranks have gathered of a parameter."""
+    return hasattr(parameter, STORED)
+
+
+def find_stored_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    """Return the stored parameter, which keeps the gradient, in the place of a copy that data ranks have gathered."""
+    held = getattr(parameter, STORED, None)
+    return parameter if held is None else held.sharded_param
 
 
 def place_as(parameter: Any, part: torch.Tensor) -> DTensor:

@@ -52,7 +52,8 @@ SUMS = """
 import contextlib, json, sys, torch
 import pretended_cuda as native
 from hf_parallel import parallelize
-from hf_parallel.axes.data.gradients import find_resting_parameters, run_before_the_last
+from hf_parallel.axes.data.gradients import run_before_the_last
+from hf_parallel.ranks.mesh import find_stored_parameter
 from tests import distributed, models
 
 def train(spec):
@@ -64,7 +65,7 @@ def train(spec):
     for call in range(3):
         with run_before_the_last(state.root, state.config) if call < 2 else contextlib.nullcontext():
             model(input_ids=tokens, labels=tokens)["loss"].backward()
-        resting = find_resting_parameters([state.root], list(model.parameters()))
+        resting = map(find_stored_parameter, model.parameters())
         sums = sorted({f"{p.grad.device.type} {p.grad.dtype}" for p in resting if p.grad is not None})
         found.append((native.allocated(), sums))
     return found

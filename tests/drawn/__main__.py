@@ -10,10 +10,11 @@ differs is made simpler, choice by choice, for as long as it differs.
 import argparse
 import traceback
 
-from tests.drawn import embed, loops, losses, online, seq2seq, trainers, trl_scripts
+from tests.drawn import actions, embed, loops, losses, online, seq2seq, trainers, trl_scripts
 from tests.drawn.bench import Bench, draw_layout
 
 KINDS = {
+    "actions": actions.KIND,
     "trainers": trainers.KIND,
     "loops": loops.KIND,
     "losses": losses.KIND,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.distributed import run, run_alone_once
@@ -106,6 +107,61 @@ def test_weights_are_changed_after_a_look(runs, spec, how):
     """What `named_parameters` gives are the stored weights, not copies that a forward pass has left gathered."""
     ranks = run(train_what_is_changed, axes(spec)["world"], spec, runs.initial("llama"), how, init=False)
     check_numbers(ranks, run_alone_once(train_what_is_changed, None, runs.initial("llama"), how))
+
+
+def change_module(module: torch.nn.Module, how: str) -> None:
+    """Write into a module's weight, or freeze it, without asking for parameters."""
+    weight = module.weight
+    if how == "init":
+        torch.manual_seed(3)
+        torch.nn.init.normal_(weight, std=0.05)
+    elif how == "in place":
+        with torch.no_grad():
+            weight[:7] *= 0.5
+    elif how == "data":
+        weight.data.mul_(0.5)
+    elif how == "assigned":
+        weight.data = weight.data * 0.5
+    else:
+        module.requires_grad_(False)
+
+
+def train_what_modules_have(spec: str | None, folder: str, how: str, adapted: bool) -> list[float]:
+    """A loop that runs the model without a backward pass and keeps its loss, then changes what its modules have."""
+    activate(spec)
+    accelerator, model = Accelerator(cpu=True), AutoModelForCausalLM.from_pretrained(folder)
+    if adapted:
+        model = get_peft_model(model, LoraConfig(r=3, target_modules="all-linear", modules_to_save=["lm_head"]))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ids, found = torch.arange(66).view(2, 33), []
+    for step in range(4):
+        kept = model(input_ids=ids, labels=ids).loss
+        found.append(float(kept.detach()))
+        for name, module in model.named_modules():
+            owns = isinstance(module._parameters.get("weight"), torch.nn.Parameter)
+            if step == 1 and owns and name.endswith(("q_proj.lora_B.default", "q_proj", "norm", "lm_head")):
+                change_module(module, how)
+        found += take_step(accelerator, model, optimizer, model(input_ids=ids, labels=ids).loss)
+        found.append(sum(p.requires_grad for p in model.parameters()))
+    head = model.get_output_embeddings()
+    made = torch.optim.SGD([{"params": [("head", head.weight)], "lr": 0.1}])
+    return found + take_step(accelerator, model, made, model(input_ids=ids, labels=ids).loss)
+
+
+@pytest.mark.parametrize("how", ["init", "in place", "data", "assigned", "frozen"])
+@pytest.mark.parametrize(
+    ("spec", "adapted"),
+    [
+        *(("dp_shard=2", adapted) for adapted in (False, True)),
+        *(("dp_replicate=2", adapted) for adapted in (False, True)),
+        ("dp_shard=2,zero_stage=2", True),
+        ("tp=2,dp_shard=2", False),
+    ],
+)
+def test_modules_are_changed_after_a_look(runs, spec, adapted, how):
+    """What is done to `module.weight` then is done to the stored weight, also of adapters."""
+    ranks = run(train_what_modules_have, axes(spec)["world"], spec, runs.initial("llama"), how, adapted, init=False)
+    check_numbers(ranks, run_alone_once(train_what_modules_have, None, runs.initial("llama"), how, adapted))
 
 
 class Scored(torch.nn.Module):

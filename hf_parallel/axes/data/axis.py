@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -61,7 +60,7 @@ class Data(Axis[None, DataPart]):
     def apply(self, model: PreTrainedModel, part: DataPart, building: Building) -> None:
         """Shard each root, layer by layer: what is sharded goes to the device alone. Of no shards all goes at once."""
         from hf_parallel.axes.data.batch_norm import share_batch_norms
-        from hf_parallel.axes.data.gradients import HELD, HeldGradients, find_resting_parameters
+        from hf_parallel.axes.data.gradients import HELD, HeldGradients
         from hf_parallel.axes.data.lowered import begin_at_call, find_lowered_dtype, lower_once_per_call
         from hf_parallel.axes.data.shared_towers import share_choices, share_towers
         from hf_parallel.axes.data.zero import move_rest, shard_data_parallel
@@ -90,9 +89,7 @@ class Data(Axis[None, DataPart]):
             stage = building.roots[0][0]
             building.services.lowered_dtype = lambda: find_lowered_dtype(stage, mesh.device)
             if mesh.config.sharing_size > 1:
-                roots = [root for root, _ in building.roots]
-                building.services.at_rest = functools.partial(find_resting_parameters, roots)
-                held = HeldGradients(roots)
+                held = HeldGradients([root for root, _ in building.roots])
                 building.services.begin_held_run, building.services.reduce_stages = held.begin_run, held.reduce
                 setattr(building.pipeline.stages, HELD, held)
 

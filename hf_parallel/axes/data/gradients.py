@@ -130,22 +130,6 @@ def round_after_backward(root: nn.Module) -> None:
     root.register_forward_hook(follow)
 
 
-def find_resting_parameters(roots: list[nn.Module], parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the stored parameters, which keep the gradients, in the place of gathered ones.
-
-    FSDP2 registers gathered parameters from a forward pass to its backward pass.
-    """
-    kept = find_stored_of_gathered(roots)
-    return [kept.get(id(parameter), parameter) for parameter in parameters]
-
-
-def find_stored_of_gathered(roots: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
-    """Return the stored parameter for the `id` of each gathered one."""
-    groups = (group for root in roots for group in iterate_parameter_groups(root))
-    gathered = (p for group in groups for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
-    return {id(p._unsharded_param): p.sharded_param for p in gathered}
-
-
 def _widen_gradients(root: nn.Module) -> None:
     """Keep gradients in fp32, in which they are reduced: torch would round the sum after each micro-batch."""
     if getattr(root, _WIDENED, None):

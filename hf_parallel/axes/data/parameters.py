@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import _get_param_module_infos
 from torch.distributed.tensor import DTensor
 
+from hf_parallel.axes.data.copies import follow_copies
 from hf_parallel.axes.data.units import (
     WHOLE,
     drop_empty_groups,
@@ -117,6 +118,7 @@ def add_late_parameters(root: nn.Module, mesh: ParallelMesh | None = None) -> No
             lend(held)
             group.fsdp_params.append(held)
         renew_group(group)
+    follow_copies(root)
 
 
 def iterate_late_parameters(

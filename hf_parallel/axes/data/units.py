@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 WHOLE = "_hf_parallel_whole_parameters"
 #: Mark of keys and values whose gradient gathers the weights of the layer that has computed them.
 _GATHERS = "_hf_parallel_gathers"
-#: Of a parameter of a unit: did it train when it was gathered? None: it has not been.
-_CARRIES = "_hf_parallel_trained_when_gathered"
 REPLACES = (
     Replaced(
         "torch.distributed.fsdp._fully_shard._fsdp_param:nn",
@@ -283,27 +281,6 @@ def let_caches_gather(unit: FSDPModule) -> None:
                     tensor.register_hook(state._pre_backward)
 
     cast(nn.Module, unit).register_forward_hook(note_cache, with_kwargs=True)
-
-
-def carry_freezing(held: FSDPParam) -> None:
-    """Let a script freeze a weight that a forward pass has left gathered, where torch drops the copy and its flag."""
-    if _CARRIES in vars(held):
-        return
-    gather, free, owner = held.to_unsharded, held.to_sharded, held._module_info
-
-    def to_unsharded() -> None:
-        gather()
-        setattr(held, _CARRIES, held.sharded_param.requires_grad)
-
-    def to_sharded() -> None:
-        now, trained = owner.module._parameters.get(owner.param_name), vars(held)[_CARRIES]
-        outside = torch._C._current_graph_task_id() == -1  # a backward pass frees copies, too
-        if outside and now is not None and now is not held.sharded_param and trained not in (None, now.requires_grad):
-            held.sharded_param.requires_grad_(now.requires_grad)
-        free()
-
-    setattr(held, _CARRIES, None)
-    held.to_unsharded, held.to_sharded = to_unsharded, to_sharded  # type: ignore[method-assign]
 
 
 def forget_gathered_memory(root: nn.Module) -> None:

@@ -35,7 +35,7 @@ from hf_parallel.axes.pipeline.torch_stage import Recorder
 from hf_parallel.model.anatomy import get_text_config
 from hf_parallel.model.calls import Batch
 from hf_parallel.ranks import desync
-from hf_parallel.ranks.mesh import ParallelMesh, get_stored
+from hf_parallel.ranks.mesh import ParallelMesh, find_stored_parameter, get_stored
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -201,7 +201,7 @@ class StageRunner:
     def _find_tied_parameters(self) -> list[nn.Parameter]:
         if self.tied_group is None:
             return []
-        return self.services.at_rest([self.model.get_input_embeddings().weight])
+        return [find_stored_parameter(self.model.get_input_embeddings().weight)]
 
     def compute_loss_scale(self) -> torch.Tensor | None:
         """Return the factor by which fp16 needs losses to be larger inside a schedule, or None."""
@@ -322,7 +322,7 @@ class StageRunner:
 
     def trainable(self) -> list[nn.Parameter]:
         """Return this rank's stored parameters that get gradients, also while gathered ones are in their place."""
-        return self.services.at_rest([p for p in self.model.parameters() if p.requires_grad])
+        return [find_stored_parameter(p) for p in self.model.parameters() if p.requires_grad]
 
     def accumulate(self, fresh: list, scale: torch.Tensor | None, held: HeldRun | None) -> None:
         """Add the fresh gradients, times the gradient of the loss, to the accumulated ones.

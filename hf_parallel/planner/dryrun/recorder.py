@@ -37,13 +37,13 @@ from hf_parallel.ask.keys.sizes import SHARDS
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.activation_offload import watch_copies
 from hf_parallel.axes.data.compressed import list_compression_groups
-from hf_parallel.axes.data.gradients import find_resting_parameters, run_before_the_last
+from hf_parallel.axes.data.gradients import run_before_the_last
 from hf_parallel.axes.pipeline.batches import count_rows
 from hf_parallel.axes.pipeline.engine import PipelineEngine, run_calls
 from hf_parallel.axes.pipeline.joint import JointStep, ScheduledCall
 from hf_parallel.axes.pipeline.schedules import count_micro_batches
 from hf_parallel.model.calls import note_unread_logits
-from hf_parallel.ranks.mesh import EXPERT_AXES
+from hf_parallel.ranks.mesh import EXPERT_AXES, find_stored_parameter
 
 #: Starts of names of torch's collectives, in-place, functional and coalesced ones alike.
 _KINDS = {
@@ -309,7 +309,7 @@ def observe(
             recorder.moments.clear()
             recorder.remember()
             for _ in _run_batches(model, accumulated, autocast):  # sums rest with weights: on the host under offload
-                resting = find_resting_parameters([state.root], list(model.parameters()))
+                resting = map(find_stored_parameter, model.parameters())
                 kinds |= {recorder.note(p.grad): "gradients" for p in resting if p.grad is not None}
             # Without a flush weights have moved, and former ones are kept.
             copies = [] if mirror is None else [value for _, value in mirror.copies]

@@ -1,0 +1,129 @@
+"""Gathered copies of weights: what a script does to them is done to the stored weights.
+
+FSDP2 registers a copy in the place of a stored parameter from a forward pass to its backward pass, and drops it. Where
+no backward pass follows, a script finds copies in the model until the next forward pass:
+
+    module.parameters(), named_parameters()     give stored parameters (hooks/own_loops.py)
+    module.weight.requires_grad_(False)         is carried to the stored one when the copy is dropped
+    nn.init.normal_(module.weight), .data = x   are written to this rank's part of it then
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor
+
+from hf_parallel.axes.data.units import get_state_of, iterate_parameter_groups
+from hf_parallel.ranks.mesh import STORED, get_stored, is_copy
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+#: Of FSDP2's record of a parameter: what follows its copies.
+_FOLLOWS = "_hf_parallel_follows_copy"
+
+
+def follow_copies(root: nn.Module) -> None:
+    """Let what a script does to copies that the units below `root` have gathered reach the stored weights."""
+    for group in iterate_parameter_groups(root):
+        for held in group.fsdp_params:
+            if _FOLLOWS not in vars(held):
+                setattr(held, _FOLLOWS, _Followed(held, get_state_of(group.modules[0])))
+
+
+def find_resting_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    """Return the stored parameter in the place of a copy, but while the model runs, which computes with copies."""
+    held = getattr(parameter, STORED, None)
+    return parameter if held is None or vars(held)[_FOLLOWS].runs else held.sharded_param
+
+
+class _Copy(nn.Parameter):
+    """A gathered parameter whose `data` counts writes as its own, and keeps its memory."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not is_copy(self):  # what `deepcopy` has made of one
+            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        elif value.shape == self.shape:
+            self.detach().copy_(value)
+        else:
+            shapes = f"{tuple(value.shape)} for one of {tuple(self.shape)}"
+            raise NotImplementedError(f"hf_parallel: p.data = x: a tensor of {shapes}, of which data ranks hold parts")
+
+
+class _Followed:
+    """What becomes of one parameter's copy.
+
+    Attributes:
+        state: FSDP2's, of the unit.
+        trained: did the parameter train when it was gathered?
+        versions: how often copy and stored parameter had been written to by then.
+    """
+
+    def __init__(self, held: FSDPParam, state: FSDPState) -> None:
+        self.held, self.state = held, state
+        self.trained, self.versions = False, (0, 0)
+        self._gather, self._free = held.to_unsharded, held.to_sharded
+        held.to_unsharded, held.to_sharded = self.begin, self.end  # type: ignore[method-assign]
+
+    @property
+    def runs(self) -> bool:
+        """Is the unit computing, or the model around it, forward or backward?"""
+        states = (self.state, *self.state._state_ctx.all_states[:1])  # the root's is the first
+        return any(state._training_state is not TrainingState.IDLE for state in states)
+
+    def begin(self) -> None:
+        """Register a copy."""
+        self._gather()
+        copy: Any = self.held._unsharded_param
+        if not is_copy(copy):
+            setattr(copy, STORED, self.held)
+            if type(copy) is nn.Parameter and type(copy.data) is torch.Tensor:
+                copy.__class__ = _Copy
+        self.trained, self.versions = self.held.sharded_param.requires_grad, self._count_writes()
+
+    def end(self) -> None:
+        """Drop the copy, after which the stored parameter has what a script has changed of it."""
+        owner = self.held._module_info
+        copy = owner.module._parameters.get(owner.param_name)
+        # The passes of the model drop copies, too.
+        if copy is not None and getattr(copy, STORED, None) is self.held and not self.runs:
+            if copy.requires_grad != self.trained:
+                self.held.sharded_param.requires_grad_(copy.requires_grad)
+            self._keep_writes(copy)
+        self._free()
+
+    def _count_writes(self) -> tuple[int, int]:
+        copy, stored = self.held._unsharded_param, self.held.sharded_param
+        return _count_changes(copy), _count_changes(stored)
+
+    def _keep_writes(self, copy: nn.Parameter) -> None:
+        (written, stored_written), (before, stored_before) = self._count_writes(), self.versions
+        whole, part = get_stored(copy), get_stored(self.held.sharded_param)
+        if written == before or whole.data_ptr() == part.data_ptr():
+            return
+        if stored_written != stored_before:
+            owner = self.held._module_info
+            raise NotImplementedError(
+                f"hf_parallel: {type(owner.module).__name__}.{owner.param_name} was written to after a forward pass "
+                "without a backward pass, by itself and as one of model.parameters(); one of both works"
+            )
+        mesh, dim = self.held.mesh_info, self.held.fsdp_placement.dim
+        parts = whole.chunk(mesh.shard_mesh_size, dim)
+        with torch.no_grad():
+            if mesh.shard_mesh_rank < len(parts):
+                part.copy_(parts[mesh.shard_mesh_rank])
+
+
+def _count_changes(parameter: torch.Tensor) -> int:
+    """Return how often a tensor was written to: by itself, or past a DTensor to the part in it."""
+    return parameter._version + (parameter._local_tensor._version if isinstance(parameter, DTensor) else 0)
