@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from peft import get_peft_model_state_dict
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
@@ -190,6 +191,29 @@ def write_rows(scene: Scene) -> None:
     weight.data[-3:] = weight.data[:-3].mean(0)
 
 
+def shrink_modules(scene: Scene) -> None:
+    for module in scene.layers[1].modules():
+        if isinstance(module, nn.Linear) and module.weight.requires_grad:
+            module.weight.data.mul_(0.9)
+
+
+def freeze_modules(scene: Scene) -> None:
+    for module in scene.layers[0].modules():
+        if isinstance(module, nn.Linear):
+            module.weight.requires_grad = False
+
+
+def keep_a_loss(scene: Scene) -> dict[str, float]:
+    scene.aside["loss"] = scene.model(**scene.batch).loss
+    return {"loss": float(scene.aside["loss"].detach())}
+
+
+def optimizer_of_head(scene: Scene) -> None:
+    head = scene.model.get_output_embeddings()
+    if head is not None and head.weight.requires_grad and head.weight.grad is not None:
+        torch.optim.SGD([head.weight], lr=0.05).step()
+
+
 def draw_a_layer(scene: Scene) -> None:
     torch.manual_seed(17)
     for module in scene.layers[1].modules():
@@ -329,21 +353,81 @@ def new_optimizer(scene: Scene) -> None:
     scene.optimizer = scene.make_optimizer()
 
 
+# ---- what scripts do with adapters --------------------------------------------------------------------------------
+
+
+def forward_without_adapters(scene: Scene) -> dict[str, float]:
+    with torch.no_grad(), scene.model.disable_adapter():
+        return {"loss": float(scene.model(**scene.batch).loss)}
+
+
+def merge_and_unmerge(scene: Scene) -> dict[str, float]:
+    scene.model.merge_adapter()
+    merged = forward(scene)
+    scene.model.unmerge_adapter()
+    return merged
+
+
+def state_of_adapters(scene: Scene) -> dict[str, float]:
+    state = get_peft_model_state_dict(scene.model, state_dict=scene.accelerator.get_state_dict(scene.model))
+    return {name: float(value.double().abs().sum()) for name, value in state.items()} if dist_rank() == 0 else {}
+
+
+def put_adapters_aside(scene: Scene) -> None:
+    scene.model.save_pretrained(f"{scene.out}/adapters")
+    wait()
+    scene.aside["adapters"] = True
+
+
+def load_adapters_beside(scene: Scene) -> dict[str, float]:
+    if "adapters" not in scene.aside:
+        return {}
+    scene.model.load_adapter(f"{scene.out}/adapters", adapter_name="beside", is_trainable=False)
+    scene.model.set_adapter("beside")
+    numbers = forward(scene)
+    scene.model.set_adapter("default")
+    scene.model.delete_adapter("beside")
+    return numbers
+
+
+def halve_scaling(scene: Scene) -> None:
+    for module in scene.model.modules():
+        if hasattr(module, "scale_layer"):
+            module.scale_layer(0.5)
+
+
+def shrink_adapters(scene: Scene) -> None:
+    for name, module in scene.model.named_modules():
+        if name.endswith("lora_B.default"):
+            module.weight.data.mul_(0.9)
+
+
+def freeze_a(scene: Scene) -> None:
+    for name, module in scene.model.named_modules():
+        if name.endswith("lora_A.default"):
+            module.weight.requires_grad = False
+
+
+ADAPTED_ONLY = (
+    *(forward_without_adapters, merge_and_unmerge, state_of_adapters, put_adapters_aside, load_adapters_beside),
+    *(halve_scaling, shrink_adapters, freeze_a),
+)
 READS = (
     *(norms_of_weights, shapes, trained, forward, forward_with_gradients, generate, sample, embed),
     *(state_dict, save_pretrained, copy_and_compute, load_a_teacher, moments),
 )
 CHANGES = (
     *(freeze_first, freeze_embeddings, freeze_norms, unfreeze, shrink, shrink_data, write_rows, draw_a_layer),
+    *(shrink_modules, freeze_modules, keep_a_loss),
     *(put_weights_aside, take_weights_back, mix_with_those_aside, put_state_aside, load_state_back, copy_layer),
     *(toggle_checkpointing, evaluation_mode, training_mode, grow_vocabulary, tie, add_hook, remove_hook),
     *(change_rate, clear_moments, reload_optimizer),
 )
-BETWEEN_STEPS = (*READS, *CHANGES, step_by_hand, zero_gradients)
+BETWEEN_STEPS = (*READS, *CHANGES, *ADAPTED_ONLY, step_by_hand, zero_gradients)
 BEFORE_A_STEP = (
     *(*READS, norms_of_gradients, scale_gradients, cut_gradients_of_rows, drop_some_gradients, clip_values, clip_norm),
     *(one_more_backward, step_by_hand, change_rate, put_weights_aside, shrink, toggle_checkpointing),
-    *(zero_gradients, zero_gradients_in_place),
+    *(zero_gradients, zero_gradients_in_place, keep_a_loss, shrink_modules, optimizer_of_head),
 )
 IN_LOOPS = (new_optimizer,)
 ACTIONS = {action.__name__: action for action in {*BETWEEN_STEPS, *BEFORE_A_STEP, *IN_LOOPS}}
@@ -369,13 +453,15 @@ def fit(chosen: Choices) -> Choices:
     """Take back choices that no script makes together."""
     plain: set[str] = set()
     if chosen["model"] not in ADAPTED:
-        plain |= {"lora"}
+        chosen = {**chosen, "lora": PLAIN["lora"]}
     places = [name for name in chosen if name.split("_")[0] in ("after", "later", "before")]
     if chosen["frame"] == "trainer":
         plain |= {name for name in places if chosen[name] in ("new_optimizer", "one_more_backward")}
         plain |= {"clip"}
     if chosen["lora"]:
         plain |= {name for name in places if chosen[name] in ("grow_vocabulary", "draw_a_layer")}
+    else:
+        plain |= {name for name in places if chosen[name] in {action.__name__ for action in ADAPTED_ONLY}}
     chosen = {**chosen, **{name: PLAIN[name] for name in plain}}
     for name in places:
         if chosen[name] == "grow_vocabulary" and chosen["frame"] == "loop":  # which a new optimizer must follow

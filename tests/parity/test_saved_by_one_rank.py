@@ -52,6 +52,13 @@ def asked_of_peft_on_rank_0(trainer, folder):
         save_adapters(get_peft_model_state_dict(trainer.model, trainer.model.state_dict()), folder)
 
 
+def chosen_of_accelerator(trainer, folder):
+    """From a whole state dict peft took the adapters of this rank's stage."""
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    if trainer.is_world_process_zero():
+        save_adapters(get_peft_model_state_dict(trainer.model, state_dict=state), folder)
+
+
 def save_adapters(state, folder):
     os.makedirs(folder, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, f"{folder}/adapter_model.safetensors")
@@ -101,7 +108,10 @@ def before_all_save(trainer, folder):
     trainer.save_model(f"{folder}-again")
 
 
-OF_ADAPTERS = (adapters_by_name, asked_of_peft_by_all, asked_of_peft_on_rank_0, state_dict_of_adapters)
+OF_ADAPTERS = (
+    *(adapters_by_name, asked_of_peft_by_all, asked_of_peft_on_rank_0, chosen_of_accelerator),
+    state_dict_of_adapters,
+)
 
 
 def script(spec, out, save, kind="odd"):
@@ -142,7 +152,7 @@ def test_the_others_have_come_to_their_end(runs, save, spec):
     "saved on rank 0",
     "tp=2",
     "pp=2,dp_shard=2",
-    save=[asked_of_peft_by_all, asked_of_peft_on_rank_0, state_dict_of_adapters],
+    save=[asked_of_peft_by_all, asked_of_peft_on_rank_0, chosen_of_accelerator, state_dict_of_adapters],
 )
 def test_adapters_that_peft_gives(runs, save, spec):
     runs.compare(script, spec, save, "phi3")

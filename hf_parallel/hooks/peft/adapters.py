@@ -308,17 +308,25 @@ def get_state_dict(
     *args: object,
     **kwargs: object,
 ) -> dict[str, torch.Tensor]:
-    """Return whole adapters: on all ranks if all of them ask, or on rank 0 alone while the others wait for it."""
+    """Return whole adapters: on all ranks if all of them ask, or on rank 0 alone while the others wait for it.
+
+    What a rank has of the whole model, as of `accelerator.get_state_dict`, is asked for all of its adapters.
+    """
     state, given = runtime.find_parallel_state(model), {} if state_dict is None else state_dict
     is_part = state_dict is None or getattr(given, "is_part_of_model", False)
-    if state is None or not (is_part or any(isinstance(tensor, DTensor) for tensor in given.values())):
+    embeddings = bind_by_name(original, (model, state_dict, *args), kwargs).get("save_embedding_layers", "auto")
+    whole = given
+    if state is None:
         return original(model, state_dict, *args, **kwargs)
 
     def select() -> dict[str, torch.Tensor]:
         with show_all_stages(get_base_model_of(model), state):
             return original(model, whole, *args, **kwargs)
 
-    embeddings = bind_by_name(original, (model, state_dict, *args), kwargs).get("save_embedding_layers", "auto")
+    if not (is_part or any(isinstance(tensor, DTensor) for tensor in given.values())):
+        with _use_state_dict_of_class(model):
+            is_of_other_stages = not given.keys() <= model.state_dict().keys()
+        return select() if is_of_other_stages else original(model, state_dict, *args, **kwargs)
     gather = functools.partial(gather_saved_tensors, embeddings=embeddings)
     if slices.is_alone("get_peft_model_state_dict", model):
         whole = slices.gather_asked(model, gather)
