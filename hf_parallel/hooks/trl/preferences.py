@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -58,8 +58,8 @@ class _SizeOfRank(int):
 @patch("trl.trainer.kto_trainer:KTOTrainer.__init__", "wants two examples on each process", since="1.6")
 def init_kto(original: Callable, self: Trainer, *args: object, **kwargs: object) -> None:
     """Take one example per data rank: its prompt is paired with the completion of another rank's."""
-    given: Any = bind_by_name(original, (self, *args), kwargs).get("args")
-    sized: Any = contextlib.nullcontext()
+    given: TrainingArguments | None = bind_by_name(original, (self, *args), kwargs).get("args")
+    sized: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if given is not None:
         sized = replacing(given, per_device_train_batch_size=_SizeOfRank(given.per_device_train_batch_size))
     with sized:
