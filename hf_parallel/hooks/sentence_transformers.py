@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import IterableDataset
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.data.gradients import end_last_micro_batch
@@ -26,7 +27,8 @@ from hf_parallel.hooks.accelerate.paired_losses import (
     OfAllRanks,
     count_examples_of_ranks,
 )
-from hf_parallel.hooks.patching import patch, read_library_version
+from hf_parallel.hooks.patching import patch, read_library_version, replacing
+from hf_parallel.hooks.trainer.checkpoints import record_of
 from hf_parallel.hooks.trainer.means import correct_mean
 from hf_parallel.model.calls import bind_by_name
 from hf_parallel.ranks import gather_sequence
@@ -56,15 +58,13 @@ def distributed_evaluation(original: Callable, model: nn.Module, enabled: bool =
 
 
 @patch(
-    "sentence_transformers.base.training_args:BaseTrainingArguments.__post_init__",
-    "drops the last batch where ranks of one model read it together",
+    "sentence_transformers.base.training_args:BaseTrainingArguments.__post_init__", "drops the last batch by process"
 )
 def keep_last_batch(original: Callable, self: TrainingArguments) -> None:
-    """With one data rank no other one waits for the last batch: it is dropped only if the script says so."""
-    asked = self.dataloader_drop_last
+    """Drop a ragged last batch only if the script says so, or where `build_dataloader` cannot share it out."""
+    asked, self.dataloader_drop_last = self.dataloader_drop_last, True  # else it would say that it drops the batch
     original(self)
-    if runtime.mesh().data_size == 1:
-        self.dataloader_drop_last = asked
+    self.dataloader_drop_last = asked
 
 
 class PartsOfBatches:
@@ -100,14 +100,46 @@ class PartsOfBatches:
 
 @patch("sentence_transformers.base.trainer:BaseTrainer._build_dataloader", "draws batches of one data rank")
 def build_dataloader(original: Callable, self: Any, dataset: Any, batch_size: int, *args: Any, **kwargs: Any) -> Any:
-    """Draw the batches of one process; each data rank takes its part of them."""
+    """Draw the batches of one process; each data rank takes its part of them.
+
+    A ragged last batch is shared out as other trainers' is, where neither the sampler nor the loss needs full batches.
+    """
     ranks = runtime.mesh().data_size
     whole = original(self, dataset, batch_size * ranks, *args, **kwargs)
-    drawn: Any = getattr(whole, "batch_sampler", None)
-    if ranks == 1 or self.accelerator.split_batches or not hasattr(drawn, "set_epoch") or not drawn.drop_last:
-        return whole if ranks == 1 else original(self, dataset, batch_size, *args, **kwargs)
+    if ranks == 1:
+        return whole
+    drawn: Any = whole.batch_sampler
+    plain = isinstance(dataset, IterableDataset) or type(drawn).__name__ == "DefaultBatchSampler"
+    why = None if plain else f"{type(drawn).__name__} draws full batches"
+    if (why := why or _find_need_for_full_batches(self)) is None and not self.args.dataloader_drop_last:
+        self.accelerator.even_batches = True
+        return original(self, dataset, batch_size, *args, **kwargs)
+    if not self.args.dataloader_drop_last:
+        report.say(f"dataloader_drop_last=True with {ranks} data ranks: {why}")
+    with replacing(self.args, dataloader_drop_last=True):
+        whole = original(self, dataset, batch_size * ranks, *args, **kwargs)
+        drawn = whole.batch_sampler
+        if self.accelerator.split_batches or not hasattr(drawn, "set_epoch"):
+            return original(self, dataset, batch_size, *args, **kwargs)
     vars(whole)["batch_sampler"] = PartsOfBatches(drawn, ranks)
     return whole
+
+
+def _find_need_for_full_batches(trainer: Any) -> str | None:
+    """Return why data ranks must have equally many examples: where a loss gathers them, or what it finds, itself."""
+    losses = trainer.loss.values() if isinstance(trainer.loss, dict) else [trainer.loss]
+    for part in itertools.chain(*(loss.modules() for loss in losses)):
+        gathers = hasattr(part, "gather_across_devices") and not hasattr(part, "compute_loss_from_embeddings")
+        if gathers or hasattr(part, "mini_batch_size") or type(part).__name__ == "SparseAutoEncoder":
+            return f"{type(part).__name__} computes with as many examples on each"
+    return None
+
+
+@patch("sentence_transformers.base.trainer:BaseTrainer.track_loss_components", "takes each rank's part for as large")
+def track_loss_components(original: Callable, self: Trainer, loss: dict[str, torch.Tensor]) -> None:
+    """Weigh the parts of a loss by how many examples of the batch this data rank has."""
+    share = record_of(self).step.share
+    original(self, {name: value.detach() * share for name, value in loss.items()})
 
 
 @patch("sentence_transformers.base.trainer:BaseTrainer.prepare_loss", "may hold own weights")
@@ -215,21 +247,24 @@ def _compare_over_data_ranks(loss: nn.Module) -> None:
     if getattr(loss, "gather_across_devices", None) is False and kinds:
         loss.gather_across_devices = True  # type: ignore[assignment]
         report.say(f"{name} compares the examples of {ranks} data ranks: gather_across_devices=True")
-    elif any(kind.__name__ in _COMPARING for kind in kinds):
-        compute: Any = loss.compute_loss_from_embeddings
+    gathers = getattr(loss, "gather_across_devices", False)
+    compute: Any = getattr(loss, "compute_loss_from_embeddings", None)
+    if compute is None or not (gathers or any(kind.__name__ in _COMPARING for kind in kinds)):
+        return
 
-        def over_all(embeddings: Any, labels: torch.Tensor | None = None) -> object:
-            # CSR gives all features of a batch, of which it compares rows of numbers.
-            own = [part for part in tree_leaves(embeddings) if _is_embedding(part)]
-            examples = count_examples_of_ranks(own[0])
-            gathered = tree_map(
-                lambda part: OfAllRanks.apply(part, examples) if _is_embedding(part) else part, embeddings
+    def over_all(embeddings: Any, *labels: torch.Tensor | None) -> object:
+        if gathers and cast(runtime.Runtime, runtime.current()).real_rows is None:
+            return compute(embeddings, *labels)  # it gathers itself, as many of each rank
+        # CSR gives all features of a batch, of which it compares rows of numbers.
+        own = [part for part in tree_leaves(embeddings) if _is_embedding(part)]
+        examples = count_examples_of_ranks(own[0])
+        gathered = tree_map(lambda part: OfAllRanks.apply(part, examples) if _is_embedding(part) else part, embeddings)
+        with replacing(loss, **({"gather_across_devices": False} if gathers else {})):
+            return compute(
+                gathered, *(OfAllRanks.apply(label, examples) if label is not None else None for label in labels)
             )
-            if labels is None:
-                return compute(gathered)
-            return compute(gathered, OfAllRanks.apply(labels, examples))
 
-        loss.compute_loss_from_embeddings = over_all  # type: ignore[assignment]
+    loss.compute_loss_from_embeddings = over_all  # type: ignore[assignment]
 
 
 def _score_documents_of_all_ranks(loss: nn.Module) -> None:

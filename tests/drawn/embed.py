@@ -189,7 +189,19 @@ OF_TRAINER: dict[str, tuple] = {
         *("save_strategy", "save_steps", "save_only_model", "save_total_limit", "load_best_model_at_end"),
         *("dataloader_num_workers", "data_seed", "full_determinism", "bf16"),
     )
-} | {"dataloader_drop_last": (True,)}  # which the library sets where there are several processes
+} | {"dataloader_drop_last": (True, False)}
+#: Losses that data ranks compute with equally many examples: a ragged last batch is dropped there.
+OF_FULL_BATCHES = (
+    "cached",
+    "matryoshka_cached",
+    "splade_cached",
+    "csr",
+    "cross_l",
+    "cross_p",
+    "cross_r",
+    "cross_a",
+    "multi",
+)
 CHOICES = {**WAYS, **OF_TRAINER}
 PLAIN = {name: values[0] for name, values in CHOICES.items()}
 
@@ -246,7 +258,10 @@ def fit(chosen: Choices) -> Choices:
     # Biases of keys have no gradient but rounding, which these make a step as large as any other.
     if chosen["bf16"] or chosen["optim"] in ("adafactor", "adagrad", "rmsprop"):
         plain |= {"optim"}
-    return {**chosen, **{name: PLAIN[name] for name in plain}}
+    chosen = {**chosen, **{name: PLAIN[name] for name in plain}}
+    if loss.startswith(OF_FULL_BATCHES) or chosen["batch_sampler"] != "batch_sampler" or chosen["tables"] == 2:
+        chosen["dataloader_drop_last"] = True
+    return chosen
 
 
 def family_of(chosen: Choices) -> str:

@@ -25,6 +25,21 @@ FOUND = {
         *("dp_shard=2", "base='static' ; resumes=True ; max_steps=5 ; save_strategy='steps'"),
     ),
     "a moved model with a bias that is tied": ("dp_shard=2", "loss='splade'"),
+    "parts of a loss of a ragged batch": (
+        *(
+            "dp_shard=2",
+            "loss='splade_margins' ; rows=13 ; eval_rows=13 ; eval_strategy='steps' ; dataloader_drop_last=False",
+        ),
+    ),
+    "a ragged batch that is compared": (
+        *("dp_replicate=2", "loss='ranking' ; rows=13 ; batch=4 ; max_steps=5 ; dataloader_drop_last=False"),
+    ),
+    "a ragged batch of a stream": (
+        *("dp_shard=2", "stream=True ; rows=13 ; batch=4 ; max_steps=4 ; dataloader_drop_last=False"),
+    ),
+    "less than a batch to evaluate": (
+        *("dp_shard=2", "eval_rows=3 ; batch=4 ; eval_strategy='steps' ; dataloader_drop_last=False"),
+    ),
 }
 
 

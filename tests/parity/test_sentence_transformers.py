@@ -87,7 +87,7 @@ def trainer_of_pairs(
     data = Dataset.from_dict(columns)
     settings = {
         **{"learning_rate": 5e-2, "lr_scheduler_type": "linear", "save_strategy": "steps", "save_steps": 0.5},
-        **{"seed": 42, "dataloader_drop_last": loss not in ("cosine", "softmax")},
+        **{"seed": 42, "dataloader_drop_last": loss == "cached"},
     }
     arguments = arguments_of(out, data_ranks, SentenceTransformerTrainingArguments, **settings)
     sets = {"train_dataset": data, "eval_dataset": data, "loss": of_model[loss]()}

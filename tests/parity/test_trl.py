@@ -81,6 +81,12 @@ def test_kto(trl_runs, case, spec):
     trl_runs.check("kto", "preference", PREFERENCE[case], spec)
 
 
+def test_kto_with_one_example_per_data_rank(trl_runs):
+    """TRL wants two on each process, because one would be paired with its own completion."""
+    size = "--per_device_train_batch_size"
+    trl_runs.check("kto", "preference", f"{size} 2 --max_steps 3", "dp_shard=2", also=f"{size} 1")
+
+
 @pytest.mark.support("trl reward")
 @pytest.mark.parametrize(
     ("case", "spec"), pairs({"whole": "pp=2", "adapters": "dp_shard=2,tp=2", "ragged": "dp_shard=2"})

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import nn
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.unscheduled import serve_script
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.shares import cut_of
-from hf_parallel.hooks.patching import patch, replacing
+from hf_parallel.hooks.patching import patch, read_library_version, replacing
 from hf_parallel.hooks.trainer.checkpoints import record_of
 from hf_parallel.hooks.trl import experimental, online
+from hf_parallel.model.calls import bind_by_name
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
@@ -41,10 +43,28 @@ def prepare_dataset(
         return original(self, dataset, processing_class, args, dataset_name)
 
 
-@patch("trl.trainer.kto_trainer:KTOTrainer.__init__", "pairs per process", before="1.6")
-def refuse_pairs_of_processes(original: Callable, self: Trainer, *args: object, **kwargs: object) -> NoReturn:
-    """Refuse a KTO that is not a subclass with pairs of its own, as LLaMA-Factory's is."""
-    refuse("KTOTrainer", "in TRL before 1.6 pairs prompts with completions of one process", "trl 1.6 or newer")
+class _SizeOfRank(int):
+    """A number of examples per data rank, which is small or large by that of all data ranks."""
+
+    def __le__(self, most: int) -> bool:
+        return int(self) * runtime.mesh().data_size <= most
+
+
+@patch("trl.trainer.kto_trainer:KTOTrainer.__init__", "wants two examples on each process; before 1.6 pairs those")
+def init_kto(original: Callable, self: Trainer, *args: object, **kwargs: object) -> None:
+    """Take one example per data rank: its prompt is paired with the completion of another rank's.
+
+    Raises:
+        SpecError: the version does not, and this is no subclass with pairs of its own, as LLaMA-Factory's is.
+    """
+    if read_library_version("trl") < Version("1.6"):
+        refuse("KTOTrainer", "in TRL before 1.6 pairs prompts with completions of one process", "trl 1.6 or newer")
+    given: TrainingArguments | None = bind_by_name(original, (self, *args), kwargs).get("args")
+    sized: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if given is not None:
+        sized = replacing(given, per_device_train_batch_size=_SizeOfRank(given.per_device_train_batch_size))
+    with sized:
+        original(self, *args, **kwargs)
 
 
 @patch("trl.trainer.kto_trainer:KTOTrainer._compute_kl_logps", "mean of means", since="1.6")
