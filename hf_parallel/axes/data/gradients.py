@@ -141,9 +141,9 @@ def find_resting_parameters(roots: list[nn.Module], parameters: list[nn.Paramete
 
 def find_stored_of_gathered(roots: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
     """Return the stored parameter for the `id` of each gathered one."""
-    groups = (group for root in roots for group in iterate_parameter_groups(root))
-    gathered = (p for group in groups for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
-    return {id(p._unsharded_param): p.sharded_param for p in gathered}
+    groups = [group for root in roots for group in iterate_parameter_groups(root)]
+    held = [one for group in groups for one in group.fsdp_params]
+    return {id(one._unsharded_param): one.sharded_param for one in held if hasattr(one, "_unsharded_param")}
 
 
 def _widen_gradients(root: nn.Module) -> None:
@@ -251,6 +251,7 @@ class HeldGradients:
             reduce_whole_gradients(stage)
 
 
+@torch.no_grad()
 def clip_over_mesh(
     parameters: Iterable[torch.Tensor],
     max_norm: float,
