@@ -36,6 +36,7 @@ from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.axes import TP_AXES
 from hf_parallel.ask.keys.sizes import SHARDS
 from hf_parallel.ask.session import of_session
+from hf_parallel.axes.data.reach import Reach, find_reaches
 from hf_parallel.axes.data.units import wait_for_reductions
 from hf_parallel.checkpoint.slices import find_local_part, read_part
 from hf_parallel.ranks.desync import is_rank_0_alone
@@ -81,7 +82,11 @@ def pause_in_steps() -> None:
 
 
 def _pause(optimizer: Optimizer, *rest: object) -> None:
-    if type(optimizer).__module__.startswith("torch.optim"):
+    # What steps on parts alone (`step_on_local_parts`) has no DTensors then.
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if type(optimizer).__module__.startswith("torch.optim") and any(isinstance(p, DTensor) for p in parameters):
+        if all(reach is Reach.NUMBERS for reach in find_reaches(optimizer)):
+            return
         handlers = DTensor._op_dispatcher._custom_op_handlers
         taken = {operation for operation in list_operations() if handlers.pop(operation, None) is not None}
         of_session(_Paused).operations |= taken

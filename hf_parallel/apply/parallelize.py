@@ -305,13 +305,18 @@ def watch_for_late_modules(model: nn.Module, mesh: ParallelMesh, pipeline: Pipel
             when it comes, if it is another model's, which data ranks share out.
     """
     known, changed = weakref.WeakSet(model.modules()), [False]
+    for view in pipeline.views if pipeline is not None else ():
+        shown = [held for *_, held in view.swaps if held is not None]  # stand in their places while a stage runs
+        known.update(inner for held in shown for inner in held.modules())
     layers, cuts = {id(layer) for layer in list_transformer_blocks(model)}, mesh.size("tp") > 1
     places = model.named_modules() if cuts else ()
     guarded = tuple(f"{name}." for name, one in places if id(one) in layers or isinstance(one, PartialGradient))
 
     def note(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is None or child in known:  # a slice of a ModuleList registers modules of the model
+            return
         changed[0] = True
-        inner = child.modules() if child is not None and parent in known and mesh.config.sharing_size > 1 else ()
+        inner = child.modules() if parent in known and mesh.config.sharing_size > 1 else ()
         if any(isinstance(one, FSDPModule) and one not in known for one in inner):
             why = f"another model's weights, which {mesh.config.sharing_size} ranks share out for it alone"
             refuse(f"{name}, put into a parallel model", why, do="a module of its own, loaded again, works")

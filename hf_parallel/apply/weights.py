@@ -32,7 +32,13 @@ from hf_parallel.axes.data.parameters import (
     iterate_late_parameters,
     remove_late_parameters,
 )
-from hf_parallel.axes.data.units import WHOLE, get_groups_of, iterate_parameter_groups, iterate_sharded_modules
+from hf_parallel.axes.data.units import (
+    WHOLE,
+    get_groups_of,
+    iterate_parameter_groups,
+    iterate_sharded_modules,
+    list_modules,
+)
 from hf_parallel.axes.pipeline.stages import StandIn
 from hf_parallel.axes.tensor.layers import TensorParallelLayer
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
@@ -550,9 +556,9 @@ def refuse_changed_parameters(root: nn.Module, gathers: bool, model: nn.Module, 
         if is_tie_broken(parameters, one, other):
             _refuse_untied(f"{one} = nn.Parameter(x)", other, model, args)
     whole = getattr(root, WHOLE, ())  # each calls its hooks, on the gradient of this rank's examples
-    for module in root.modules():
+    for module in list_modules(root):
         for leaf, parameter in module._parameters.items():
-            if parameter is not None and parameter not in whole and _is_hooked(parameter):
+            if parameter is not None and _is_hooked(parameter) and parameter not in whole:
                 _refuse_hook(_name_parameter(model, module, leaf))
         for group in get_groups_of(module) if isinstance(module, FSDPModule) else ():
             for held in group.fsdp_params:

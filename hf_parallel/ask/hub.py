@@ -13,7 +13,6 @@ import re
 import socket
 import threading
 import urllib.parse
-import urllib.request
 
 #: Seconds in which a Hub must accept a connection, unless HF_HUB_ETAG_TIMEOUT gives them.
 PATIENCE_S = 2.0
@@ -44,15 +43,17 @@ def why_missing(repo: str, files: tuple[str, ...], offline: str | None = None, *
 
 def why_no_hub_answers() -> str | None:
     """Say why nothing can be had from the Hub; None if it, or the proxy before it, accepts a connection."""
+    from urllib.request import getproxies, proxy_bypass
+
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE asks for nothing from the Hub"
     hub = urllib.parse.urlsplit(constants.ENDPOINT)
-    proxies = urllib.request.getproxies()
+    proxies = getproxies()
     proxy = proxies.get(hub.scheme) or proxies.get("all")
     first = hub
-    if proxy and hub.hostname and not urllib.request.proxy_bypass(hub.hostname):
+    if proxy and hub.hostname and not proxy_bypass(hub.hostname):
         first = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
     port = first.port or (80 if first.scheme == "http" else 443)
     seconds = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or PATIENCE_S)

@@ -10,7 +10,7 @@ clean. A process without a layout has a session, too: `hf_parallel.parallelize` 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 State = TypeVar("State")
 
@@ -23,9 +23,10 @@ class Session:
 
     def get(self, kind: type[State]) -> State:
         """Return the session's object of this class; the first call makes it."""
-        if kind not in self._held:
-            self._held[kind] = kind()
-        return cast(State, self._held[kind])
+        found: Any = self._held.get(kind)
+        if found is None:
+            found = self._held[kind] = kind()
+        return found
 
     def clear(self) -> None:
         """Drop all objects."""

@@ -25,16 +25,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from hf_parallel.ranks import all_reduce
+from hf_parallel.ranks.differentiable import Context, once_differentiable
 from hf_parallel.ranks.local import cast_as_autocast, switch_autocast_off
 
 if TYPE_CHECKING:
     from torchao.float8.config import CastConfig
     from torchao.float8.float8_training_tensor import Float8TrainingTensor
-
-    from hf_parallel.ranks.differentiable import Context
 
 
 class GatheredInput(Protocol):

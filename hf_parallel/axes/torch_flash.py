@@ -15,11 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from hf_parallel.ask.keys.layers import REGISTERED_FLASH as NAME
@@ -30,11 +29,8 @@ from hf_parallel.axes.context.layout import Layout, Ring, Shape
 from hf_parallel.axes.context.packs import Call, Row, Window, find, make_unpacked_rows, read_numbered_rows, upload
 from hf_parallel.axes.context.ring import RingAttention
 from hf_parallel.model.known_masks import is_hiding_nothing
+from hf_parallel.ranks.differentiable import Context, once_differentiable
 from hf_parallel.ranks.local import cast_as_autocast
-
-if TYPE_CHECKING:
-    from hf_parallel.ranks.differentiable import Context
-
 
 # ---- Several documents in one call of torch's flash kernel on CUDA, each seeing itself alone ------------------------
 #     tokens       a a a a a b b b c c c c        [tokens, heads, width], rows and documents one behind the other

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
+from torch.autograd import function as autograd_function
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from hf_parallel.ranks.observed import COLLECTIVE, keep_or_compute
@@ -155,6 +155,17 @@ def _with_last_dims_of_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> to
 # ---- The pairs: each function is its own forward pass; its decorator names the backward pass ------------------------
 
 
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Do as torch's decorator of this name, whose `no_grad` costs as much as it does: autograd is in it already."""
+    guarded = autograd_function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def call(ctx: Context, *gradients: torch.Tensor | None) -> Any:
+        return (guarded if torch.is_grad_enabled() else backward)(ctx, *gradients)
+
+    return call
+
+
 def with_gradient(back: Callable[..., torch.Tensor]) -> Callable[[Pass], Pass]:
     """Return a decorator that makes a function of a tensor differentiable, once.
 
@@ -202,6 +213,15 @@ def copy_weight_to_group(weight: torch.Tensor, group: dist.ProcessGroup) -> torc
 def reduce_from_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Leave a region whose ranks each hold a partial sum (g): all-reduce forward, identity backward."""
     return keep_or_compute(lambda: all_reduce(tensor, group), COLLECTIVE)
+
+
+@with_gradient(lambda gradient, group: gradient)
+def reduce_product_from_group(product: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Leave it with a tensor that nobody else reads, autograd neither: its own memory takes the sum."""
+    if torch.compiler.is_compiling():
+        return all_reduce(product, group)
+    whole = start_all_reduce(product.contiguous(), group).wait()
+    return torch.ops.aten._unsafe_view(whole, whole.shape)  # not the input, of which autograd would make a view
 
 
 @with_gradient(_scatter_sequence)

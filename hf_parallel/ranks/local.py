@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.ask.session import of_process
 from hf_parallel.ranks.desync import Answering
+from hf_parallel.ranks.differentiable import once_differentiable
 
 if TYPE_CHECKING:
     from torch import nn

@@ -75,7 +75,7 @@ class Layout:
         return BF16 if self.autocast or self.scaler or self.dtype != "float32" else FP32
 
 
-_DOCUMENTS = "documents, which the host cuts; labels at masked tokens, which are refused; transformers looks for packs"
+_DOCUMENTS = "documents, which the host cuts; labels at masked tokens, which are refused"
 _MASKED_LABELS = "labels at masked tokens, which are refused"
 _FLASH = f"{_MASKED_LABELS}: auto takes torch_flash for bf16"
 _ENDS = "where documents end"
@@ -163,22 +163,22 @@ PIPELINE = [
     Layout("tp=2,pp=2,activation_offload=true", small=64),
 ]
 CONTEXT = [
-    Layout("cp=2,dp_shard=1,context_parallel=ring", 2, _DOCUMENTS),
-    Layout("cp=2,dp_shard=1,context_parallel=ulysses", 2, _DOCUMENTS),
-    Layout("cp=2,dp_shard=1,context_parallel=allgather", 2, _DOCUMENTS),
-    Layout("cp=4,dp_shard=1,context_parallel=hybrid:2", 2, _DOCUMENTS),
-    Layout("cp=2,dp_shard=1,context_parallel=ring", 2, _DOCUMENTS, autocast=True),
-    Layout("cp=2,dp_shard=1,context_parallel=ring", 2, _DOCUMENTS, padded=True),
-    Layout("cp=2,tp=2,dp_shard=1", 2, _DOCUMENTS),
-    Layout("cp=2,dp_shard=2", 2, _DOCUMENTS),
-    Layout("cp=2,dp_shard=1,activation_offload=true", 2, _DOCUMENTS, small=64),
-    Layout("cp=2,dp_shard=1,activation_offload=true,activation_checkpointing=full", 2, _DOCUMENTS, small=64),
+    Layout("cp=2,dp_shard=1,context_parallel=ring", 1, _DOCUMENTS),
+    Layout("cp=2,dp_shard=1,context_parallel=ulysses", 1, _DOCUMENTS),
+    Layout("cp=2,dp_shard=1,context_parallel=allgather", 1, _DOCUMENTS),
+    Layout("cp=4,dp_shard=1,context_parallel=hybrid:2", 1, _DOCUMENTS),
+    Layout("cp=2,dp_shard=1,context_parallel=ring", 1, _DOCUMENTS, autocast=True),
+    Layout("cp=2,dp_shard=1,context_parallel=ring", padded=True),
+    Layout("cp=2,tp=2,dp_shard=1", 1, _DOCUMENTS),
+    Layout("cp=2,dp_shard=2", 1, _DOCUMENTS),
+    Layout("cp=2,dp_shard=1,activation_offload=true", 1, _DOCUMENTS, small=64),
+    Layout("cp=2,dp_shard=1,activation_offload=true,activation_checkpointing=full", 1, _DOCUMENTS, small=64),
 ]
 COMPILED = [
     Layout("dp_shard=2,compile=regional"),
     Layout("tp=2,compile=regional,activation_checkpointing=selective", 1, _UNEVEN),
     Layout("pp=2,compile=regional"),
-    Layout("cp=2,dp_shard=1,compile=regional", 2, _DOCUMENTS),
+    Layout("cp=2,dp_shard=1,compile=regional", 1, _DOCUMENTS),
     Layout("dp_shard=2,ep=2,compile=regional", 1, _SIZES, model="qwen3_moe"),
 ]
 EXPERTS = [
@@ -193,7 +193,7 @@ ADAPTERS = [
     Layout("dp_shard=2", adapter="lora"),
     Layout("dp_shard=2", adapter="vera"),
     Layout("dp_shard=2,dp_replicate=2", adapter="oft", accumulate=2),
-    Layout("cp=2,dp_shard=1", 2, _DOCUMENTS, adapter="mica"),
+    Layout("cp=2,dp_shard=1", 1, _DOCUMENTS, adapter="mica"),
     Layout("dp_shard=2,offload=cpu", 23, _HOST_GRADIENTS, optimizer="adamw", adapter="mica"),
 ]
 PRECISION = [
@@ -209,7 +209,7 @@ PRECISION = [
     Layout("dp_shard=2,attention=torch_flash", 1, _ENDS, dtype="bfloat16", packed=True, tolerance=PACKED),
     Layout("tp=2,attention=torch_flash", 1, _ENDS, dtype="bfloat16", packed=True, tolerance=PACKED),
     Layout("pp=2,attention=torch_flash", 8, _ENDS_OF_PARTS, dtype="bfloat16", packed=True, tolerance=PACKED),
-    Layout("cp=2,dp_shard=1,context_parallel=ring", 2, _DOCUMENTS, dtype="bfloat16", packed=True, tolerance=PACKED),
+    Layout("cp=2,dp_shard=1,context_parallel=ring", 1, _DOCUMENTS, dtype="bfloat16", packed=True, tolerance=PACKED),
     Layout("dp_shard=2,precision=fp8", 1, _FLASH, dtype="bfloat16"),
 ]
 GROUPS = {

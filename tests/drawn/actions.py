@@ -369,8 +369,9 @@ def merge_and_unmerge(scene: Scene) -> dict[str, float]:
 
 
 def state_of_adapters(scene: Scene) -> dict[str, float]:
-    state = get_peft_model_state_dict(scene.model, state_dict=scene.accelerator.get_state_dict(scene.model))
-    return {name: float(value.double().abs().sum()) for name, value in state.items()} if dist_rank() == 0 else {}
+    whole = scene.accelerator.get_state_dict(scene.model)
+    state = get_peft_model_state_dict(scene.model, state_dict=whole) if dist_rank() == 0 else {}
+    return {name: float(value.double().abs().sum()) for name, value in state.items()}
 
 
 def put_adapters_aside(scene: Scene) -> None:
@@ -380,7 +381,7 @@ def put_adapters_aside(scene: Scene) -> None:
 
 
 def load_adapters_beside(scene: Scene) -> dict[str, float]:
-    if "adapters" not in scene.aside:
+    if "adapters" not in scene.aside or "modules_to_save" in dict(scene.chosen["lora"]):
         return {}
     scene.model.load_adapter(f"{scene.out}/adapters", adapter_name="beside", is_trainable=False)
     scene.model.set_adapter("beside")

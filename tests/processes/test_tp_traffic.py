@@ -70,6 +70,14 @@ def test_nothing_is_copied_around_collectives(rows):
         assert found == {"split_sequence": 1, "all_reduce": run(copies, 2, 1)[0]["all_reduce"]}
 
 
+def test_products_are_summed_in_their_own_memory():
+    """Without sequence parallelism gradients alone are copied, and two numbers per token of the loss."""
+    layers = models.build("qwen3").config.num_hidden_layers
+    of_gradients = layers * (2 + 2) + 1  # what enters attention and the MLP, two norms of heads; what enters the head
+    for found in run(copies, 2, 3, "tp=2,sequence_parallel=false"):
+        assert found == {"all_reduce": of_gradients + 2}
+
+
 def test_halves_are_joined_for_gradients_of_weights_alone():
     """`tp_overlap`: one copy per row-parallel matrix and step, of the gradient that its weight's product reads."""
     joined = {"_gather_and_multiply": 2 * models.build("qwen3").config.num_hidden_layers}

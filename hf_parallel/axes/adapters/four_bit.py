@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.axes.tensor.layers import (
@@ -29,12 +28,12 @@ from hf_parallel.axes.tensor.layers import (
     sum_with_adapters,
 )
 from hf_parallel.ranks import copy_weight_to_group
+from hf_parallel.ranks.differentiable import Context, once_differentiable
 from hf_parallel.ranks.local import make_class
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
 
-    from hf_parallel.ranks.differentiable import Context
 
 BLOCK = 64
 

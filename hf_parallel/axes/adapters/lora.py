@@ -42,7 +42,7 @@ from hf_parallel.axes.tensor.region import Region
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
 from hf_parallel.axes.tensor.vocab_parallel import VocabParallel
 from hf_parallel.model.anatomy import StoredOrder, look_again
-from hf_parallel.ranks import all_reduce, copy_weight_to_group, reduce_from_group
+from hf_parallel.ranks import all_reduce, copy_weight_to_group, reduce_product_from_group
 from hf_parallel.ranks.local import get_local, hold_other_tensors, put_in_front
 
 # ---- the wrapper ---------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ class AdaptedEmbedding(nn.Module):
                 output = super().forward(rows, *args, **kwargs)
         finally:
             base.padding_idx = former
-        return reduce_from_group(output * inside.unsqueeze(-1), group)
+        return reduce_product_from_group(output * inside.unsqueeze(-1), group)
 
 
 def adapt_linear(wrapper: Any) -> None:

@@ -38,6 +38,7 @@ from hf_parallel.model.calls import (
     has_cache,
     hold_tokens,
 )
+from hf_parallel.model.known_masks import KnownMask, use_known_mask
 from hf_parallel.ranks.local import whole_when_read
 from hf_parallel.ranks.observed import ATTENTION, Store, Within
 
@@ -196,8 +197,10 @@ class SequenceCut:
         held = hold_tokens(
             (len(layout.rows), layout.length), functools.partial(take, layout=layout, rank=self.group.rank())
         )
+        # The cut stands for every mask: transformers need not wait for the device to look for packs.
+        asked = use_known_mask(KnownMask(layout.length, None, packs=False))
         try:
-            with held, _draw_own_random_numbers(self._draws, self.group):
+            with held, asked, _draw_own_random_numbers(self._draws, self.group):
                 output = forward(**self._cut(batch, layout, names))
         finally:
             current.cut = former

@@ -12,11 +12,9 @@ variant, arXiv 2407.21783, section 3.3.2): one collective, and memory for all ke
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from hf_parallel.axes.context import flash, tiled
 from hf_parallel.axes.context.kernels import Kernel, Scores
@@ -25,11 +23,8 @@ from hf_parallel.axes.context.packs import Call
 from hf_parallel.axes.context.tiles import Tile
 from hf_parallel.axes.context.ulysses import to_heads_with_output, to_tokens
 from hf_parallel.ranks import start_all_gather, start_reduce_scatter
+from hf_parallel.ranks.differentiable import Context, once_differentiable
 from hf_parallel.ranks.observed import ATTENTION, keep_or_compute
-
-if TYPE_CHECKING:
-    from hf_parallel.ranks.differentiable import Context
-
 
 # ---- Attention over keys that come block by block, with nothing kept but the output and one number per query --------
 #     output = sum over blocks of exp(lse_block - lse) output_block,   lse = log sum exp(lse_block)        in fp32

@@ -66,12 +66,13 @@ class _Followed:
     Attributes:
         state: FSDP2's, of the unit.
         trained: did the parameter train when it was gathered?
-        versions: how often copy and stored parameter had been written to by then.
+        version: how often the copy had been written to by then.
+        stored_version: how often the stored parameter had been.
     """
 
     def __init__(self, held: FSDPParam, state: FSDPState) -> None:
         self.held, self.state = held, state
-        self.trained, self.versions = False, (0, 0)
+        self.trained, self.version, self.stored_version = False, 0, 0
         self._gather, self._free = held.to_unsharded, held.to_sharded
         held.to_unsharded, held.to_sharded = self.begin, self.end  # type: ignore[method-assign]
 
@@ -89,29 +90,26 @@ class _Followed:
             setattr(copy, STORED, self.held)
             if type(copy) is nn.Parameter and type(copy.data) is torch.Tensor:
                 copy.__class__ = _Copy
-        self.trained, self.versions = self.held.sharded_param.requires_grad, self._count_writes()
+        stored: Any = self.held.sharded_param
+        self.trained, self.stored_version = stored.requires_grad, stored._version + stored._local_tensor._version
+        self.version = _count_changes(copy)
 
     def end(self) -> None:
         """Drop the copy, after which the stored parameter has what a script has changed of it."""
         owner = self.held._module_info
-        copy = owner.module._parameters.get(owner.param_name)
-        # The passes of the model drop copies, too.
-        if copy is not None and getattr(copy, STORED, None) is self.held and not self.runs:
+        copy: Any = owner.module._parameters.get(owner.param_name)
+        runs = self.state._training_state is not TrainingState.IDLE or self.runs  # which drops copies, too
+        if not runs and copy is not None and getattr(copy, STORED, None) is self.held:
             if copy.requires_grad != self.trained:
                 self.held.sharded_param.requires_grad_(copy.requires_grad)
             self._keep_writes(copy)
         self._free()
 
-    def _count_writes(self) -> tuple[int, int]:
-        copy, stored = self.held._unsharded_param, self.held.sharded_param
-        return _count_changes(copy), _count_changes(stored)
-
     def _keep_writes(self, copy: nn.Parameter) -> None:
-        (written, stored_written), (before, stored_before) = self._count_writes(), self.versions
         whole, part = get_stored(copy), get_stored(self.held.sharded_param)
-        if written == before or whole.data_ptr() == part.data_ptr():
+        if _count_changes(copy) == self.version or whole.data_ptr() == part.data_ptr():
             return
-        if stored_written != stored_before:
+        if _count_changes(self.held.sharded_param) != self.stored_version:
             owner = self.held._module_info
             raise NotImplementedError(
                 f"hf_parallel: {type(owner.module).__name__}.{owner.param_name} was written to after a forward pass "

@@ -235,6 +235,7 @@ class HeldGradients:
             reduce_whole_gradients(stage)
 
 
+@torch.no_grad()
 def clip_over_mesh(
     parameters: Iterable[torch.Tensor],
     max_norm: float,
@@ -252,12 +253,15 @@ def clip_over_mesh(
     Returns:
         The norm before clipping, a scalar equal on all ranks.
     """
-    parameters, infinite = list(parameters), math.isinf(norm_type)
+    infinite = math.isinf(norm_type)
     combine = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
     gathered: dict[frozenset[str], list[torch.Tensor]] = defaultdict(list)
+    held: list[torch.Tensor] = []
     for parameter in parameters:
-        if parameter.grad is not None and id(parameter) not in copies:
-            gathered[cut_axes(parameter.grad, mesh)].append(get_stored(parameter.grad))
+        if parameter.grad is not None:
+            held.append(get_stored(parameter.grad))
+            if id(parameter) not in copies:
+                gathered[cut_axes(parameter.grad, mesh)].append(held[-1])
     # One slot per combination of axes, so that ranks with different parameters run the same collectives.
     known = [axis.name for axis in mesh.config.mesh_axes if axis.cuts] + [*EXPERT_AXES] * (mesh.config.ep_size > 1)
     known += [*TP_AXES] * (mesh.config.tp_col_size > 1)
@@ -278,7 +282,6 @@ def clip_over_mesh(
         if mesh_axis.layers and not of_stage and mesh.size(mesh_axis.name) > 1:
             dist.all_reduce(total, op=combine, group=mesh.group(mesh_axis.name))
     total = total if infinite else total ** (1.0 / norm_type)
-    held = [get_stored(p.grad) for p in parameters if p.grad is not None]
     if not any(gradient.dtype == torch.float64 for gradient in held):
         total = total.float()
     if max_norm != math.inf:

@@ -47,9 +47,21 @@ def get_groups_of(unit: nn.Module | FSDPModule) -> list[FSDPParamGroup]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
+def list_modules(root: nn.Module) -> list[nn.Module]:
+    """Return what `root.modules()` yields, in one call of Python: each forward pass goes through all modules."""
+    found: dict[nn.Module, None] = {}
+    left: list[nn.Module | None] = [root]
+    while left:
+        module = left.pop()
+        if module is not None and module not in found:
+            found[module] = None
+            left.extend(reversed(module._modules.values()))
+    return list(found)
+
+
 def iterate_sharded_modules(root: nn.Module) -> Iterator[FSDPModule]:
     """The units from `root` on, outermost first."""
-    return (module for module in root.modules() if isinstance(module, FSDPModule))
+    return (module for module in list_modules(root) if isinstance(module, FSDPModule))
 
 
 def iterate_parameter_groups(root: nn.Module) -> Iterator[FSDPParamGroup]:

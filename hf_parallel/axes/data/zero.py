@@ -45,6 +45,7 @@ from hf_parallel.axes.data.units import (
     iterate_parameter_groups,
     iterate_sharded_modules,
     let_caches_gather,
+    list_modules,
     separate_dtypes,
     shard_dim,
 )
@@ -105,7 +106,7 @@ def shard_ends(model: PreTrainedModel, blocks: list[nn.Module], keeps: bool, set
 
     def is_used() -> bool:
         now = model.get_output_embeddings()  # or a wrapper around the head, which may have a trained copy beside it
-        around = [] if now is None else [module for module in now.modules() if module is not head]
+        around = [] if now is None else [module for module in list_modules(now) if module is not head]
         weights = [module._parameters.get("weight") for module in around]
         own = head._parameters.get("weight")
         # A wrapper without a copy may compute its weight from the head's, which is not gathered yet.

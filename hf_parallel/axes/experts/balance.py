@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from hf_parallel.axes.experts.layers import SharedOut
 from hf_parallel.model.anatomy import get_backbone_of
 from hf_parallel.model.experts import balance_coefficient, count_experts_per_token, iterate_routers
 from hf_parallel.ranks import copy_to_group, reduce_from_group, start_all_gather
+from hf_parallel.ranks.differentiable import Context, once_differentiable
 from hf_parallel.ranks.mesh import ParallelMesh
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from hf_parallel.axes.axis import SequenceParallelFlag
     from hf_parallel.model.calls import Batch
-    from hf_parallel.ranks.differentiable import Context
 
 
 #: Does this rank take part with rows that do not count? Hooks know.

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_parallel.model.families import SHARED_AFTER
@@ -24,6 +23,7 @@ from hf_parallel.ranks import (
     scale_gradient,
     split_sequence,
 )
+from hf_parallel.ranks.differentiable import once_differentiable
 from hf_parallel.ranks.local import get_local, hold_other_tensors, put_in_front, with_added
 from hf_parallel.ranks.mesh import ParallelMesh
 

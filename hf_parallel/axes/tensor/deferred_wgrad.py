@@ -21,11 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from hf_parallel.axes.tensor import gather_recompute
 from hf_parallel.axes.tensor.overlap import is_wanted
@@ -36,10 +35,8 @@ from hf_parallel.ranks import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from hf_parallel.ranks.differentiable import Context, once_differentiable
 from hf_parallel.ranks.local import cast_as_autocast
-
-if TYPE_CHECKING:
-    from hf_parallel.ranks.differentiable import Context
 
 
 @dataclass(eq=False)

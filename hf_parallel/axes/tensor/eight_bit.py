@@ -18,19 +18,17 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from hf_parallel.axes import eight_bit
 from hf_parallel.axes.eight_bit import Float8, G, Recipe, Split, X
 from hf_parallel.axes.tensor import gather_recompute
 from hf_parallel.ranks import all_reduce, cut_sequence, start_all_gather, start_reduce_scatter
+from hf_parallel.ranks.differentiable import Context, once_differentiable
 from hf_parallel.ranks.local import switch_autocast_off
 from hf_parallel.ranks.observed import COLLECTIVE, keep_or_compute
 
 if TYPE_CHECKING:
     from torchao.float8.float8_training_tensor import Float8TrainingTensor
-
-    from hf_parallel.ranks.differentiable import Context
 
 
 def multiply_entered(

@@ -13,19 +13,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from hf_parallel.ranks import Started, gather_sequence, join_parts_of_sequence, start_all_gather
+from hf_parallel.ranks.differentiable import Context, once_differentiable
 from hf_parallel.ranks.local import switch_autocast_off
-
-if TYPE_CHECKING:
-    from hf_parallel.ranks.differentiable import Context
 
 #: Makes the whole of the parts [n, …] of all ranks.
 Join: TypeAlias = Callable[[torch.Tensor], torch.Tensor]

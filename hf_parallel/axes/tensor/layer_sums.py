@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.model.anatomy import find_stacks
 from hf_parallel.ranks import copy_weight_to_group
-from hf_parallel.ranks.differentiable import start_all_reduce
+from hf_parallel.ranks.differentiable import once_differentiable, start_all_reduce
 from hf_parallel.ranks.local import is_lowered_from
 
 if TYPE_CHECKING:

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
@@ -47,13 +46,12 @@ from hf_parallel.axes.tensor.vocab_parallel import (
 )
 from hf_parallel.model.calls import are_logits_unread, bind_arguments_of, compute_targets_of, count_items
 from hf_parallel.ranks import all_reduce, copy_to_group
+from hf_parallel.ranks.differentiable import Context, once_differentiable
 from hf_parallel.ranks.local import cast_as_autocast, get_autocast_dtype, get_local
 from hf_parallel.ranks.steps import call_after_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from hf_parallel.ranks.differentiable import Context
 
 
 # ---- Logits that come into being only if someone reads them; until then, what they would be made of -----------------

@@ -15,11 +15,8 @@ memory (`torch.ops.symm_mem`) cut finer, one piece per rank, but need NVLink and
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from hf_parallel.ranks import (
     cut_sequence,
@@ -28,11 +25,9 @@ from hf_parallel.ranks import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from hf_parallel.ranks.differentiable import Context, once_differentiable
 from hf_parallel.ranks.local import cast_as_autocast
 from hf_parallel.ranks.observed import COLLECTIVE, keep_or_compute
-
-if TYPE_CHECKING:
-    from hf_parallel.ranks.differentiable import Context
 
 
 def multiply_row_overlapped(

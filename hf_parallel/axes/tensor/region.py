@@ -33,7 +33,13 @@ from hf_parallel.axes.tensor.infer import get_linear_sizes
 from hf_parallel.axes.tensor.overlap import multiply_row_overlapped
 from hf_parallel.model.anatomy import read_attention_heads
 from hf_parallel.model.families import HEAD_WIDTHS
-from hf_parallel.ranks import copy_to_group, copy_weight_to_group, reduce_from_group, reduce_scatter_sequence
+from hf_parallel.ranks import (
+    copy_to_group,
+    copy_weight_to_group,
+    reduce_from_group,
+    reduce_product_from_group,
+    reduce_scatter_sequence,
+)
 from hf_parallel.ranks.local import cast_as_autocast, get_local
 from hf_parallel.ranks.observed import COLLECTIVE, does_keep
 
@@ -388,7 +394,11 @@ class Region:
             return eight_bit.RowOfCodes.apply(cast_as_autocast(x), weight, one_scale, self.group)
         # A checkpoint keeps the sum, and not the product before it.
         if recipe is not None or not (self.overlap or does_keep(COLLECTIVE)):
-            return self.leave(self.product(layer, x, weight))
+            product = self.product(layer, x, weight)
+            if recipe is not None or self.sequence_parallel:
+                return self.leave(product)
+            self.scope.end()
+            return reduce_product_from_group(product, self.group)
         self.scope.end()
         return multiply_row_overlapped(x, weight, self.group, self.sequence_parallel)
 

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -26,15 +25,14 @@ from hf_parallel.axes.tensor.layers import ColumnParallel, TensorParallelLayer, 
 from hf_parallel.axes.tensor.region import Region
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
 from hf_parallel.model.calls import compute_targets_of, count_items
-from hf_parallel.ranks import all_reduce, copy_to_group, reduce_from_group
+from hf_parallel.ranks import all_reduce, copy_to_group, reduce_product_from_group
+from hf_parallel.ranks.differentiable import Context, once_differentiable
 from hf_parallel.ranks.local import get_autocast_dtype, make_class, whole_when_read
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from transformers import PreTrainedModel
-
-    from hf_parallel.ranks.differentiable import Context
 
 
 # ---- Log-probabilities of tokens from hidden states, over a vocabulary that is cut over tp: no logits, no whole head
@@ -318,7 +316,7 @@ class VocabParallel(TensorParallelLayer):
             return F.embedding(input, get_local(self.weight), self.padding_idx)
         rows, inside, padding = self.locate(input)
         output = F.embedding(rows, get_local(self.weight), padding)
-        return reduce_from_group(output * inside.unsqueeze(-1), self.region.group)
+        return reduce_product_from_group(output * inside.unsqueeze(-1), self.region.group)
 
     def locate(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
         """Return the rows here of these ids, which of the ids are here, and the row here that gets no gradient."""

@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 from transformers.utils import ModelOutput
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import runtime
 from hf_parallel.model.families import PAIRED
-from hf_parallel.ranks.differentiable import all_reduce
+from hf_parallel.ranks.differentiable import all_reduce, once_differentiable
 
 if TYPE_CHECKING:
     from hf_parallel.ranks.differentiable import Context
