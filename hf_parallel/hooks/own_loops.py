@@ -152,6 +152,19 @@ def data(original: Any) -> property:
     return property(read, store)
 
 
+@replace("torch.distributed.tensor:DTensor.grad", "optimizers and norms take a whole gradient for a part")
+def grad(original: Any) -> property:
+    """Keep this rank's part of a whole gradient that a script assigns, such as a part of one vector of all."""
+
+    def assign(parameter: DTensor, value: torch.Tensor | None) -> None:
+        is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        if is_whole and value.shape == parameter.shape and mixed.is_of_layout(parameter):
+            value = mixed.take_part_of_gradient(value, parameter)
+        original.__set__(parameter, value)
+
+    return property(original.__get__, assign, original.__delete__)
+
+
 @patch(
     "torch.distributed.tensor:DTensor.{norm,sum,mean,max,min}",
     "gives a DTensor, which does not mix with numbers of whole tensors",
