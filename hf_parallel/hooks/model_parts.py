@@ -81,7 +81,7 @@ def get_rows(original: Callable, self: DTensor, index: Index) -> object:
     """`weight.data[-1].zero_()` reaches the weight. What autograd follows stays torch's."""
     if not list_axes_and_dims(self) or not is_of_layout(self) or (self.requires_grad and torch.is_grad_enabled()):
         return original(self, index)
-    rows = full_tensor(self)[index]
+    rows = full_tensor(self)[tree_map(_make_plain_value, index)]
     return Rows.at((self, index, rows), rows)
 
 

@@ -35,3 +35,21 @@ UNLIKE = {
     "torchao QAT": unlike("quantized"),
     "BitNet": unlike("ternary"),
 }
+
+LOOPS = str(Path(__file__).parent / "scripts" / "by_hand.py")
+
+
+def by_hand(loop: str, model: str = "llama") -> Case:
+    """A case of one loop; `SOURCES/packages` has ema_pytorch."""
+    words = f"--loop {loop} --model ROOT/{model} --output_dir OUT --sources SOURCES --batch_size ROWS "
+    return Case(LOOPS, f"{words} --packages SOURCES/packages")
+
+
+UNLIKE |= {
+    "direct-preference-optimization": by_hand("preferences"),
+    "TextBrewer": by_hand("distilled", "bert"),
+    "EasyEdit ROME": by_hand("edited"),
+    "ema_pytorch": by_hand("averaged"),
+    "ema_pytorch, rank 0 alone": by_hand("averaged_by_one"),
+    "Flower's rounds": by_hand("federated"),
+}

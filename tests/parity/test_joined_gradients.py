@@ -3,6 +3,7 @@
 Sizes are odd: 515 rows of vocabulary, 3 layers, one key/value head, rows of 33 tokens.
 """
 
+import numpy
 import pytest
 import torch
 
@@ -75,6 +76,33 @@ def pruning(folder, spec=None):
 @pytest.mark.parametrize("spec", layouts("library", *SPECS))
 def test_weights_without_their_least(spec, initial):  # noqa: F811
     as_in_one_process(pruning, initial["qwen3"], spec)
+
+
+def rounds(folder, spec=None):
+    """Weights that leave a model as arrays and come back, as between the rounds of federated training."""
+    model, rows, losses = start(spec, folder), batch(), []
+    first = [value.cpu().numpy().copy() for value in model.state_dict().values()]
+    for _ in range(2):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = model(**rows).loss
+        loss.backward()
+        optimizer.step()
+        losses += [loss.item(), *(sum(map(sum, p.detach().tolist())) for p in model.parameters() if p.ndim == 2)]
+        now = [numpy.asarray(value.detach()) for value in model.state_dict().values()]
+        mixed = (torch.tensor(0.3 * a + 0.7 * b) for a, b in zip(first, now, strict=True))
+        model.load_state_dict(dict(zip(model.state_dict(), mixed, strict=True)))
+    values = model.model.norm.weight.data
+    losses.append(values[values > 1].sum().item())
+    if spec and "dp_" in spec:
+        with pytest.raises(ValueError, match="read-only"):
+            values.numpy()[:] = 0
+    return losses, hf_parallel.full_state_dict(model)
+
+
+@pytest.mark.parametrize("name", ["phi3", "qwen3"])
+@pytest.mark.parametrize("spec", layouts("library", *SPECS))
+def test_weights_as_arrays(spec, name, initial):  # noqa: F811
+    as_in_one_process(rounds, initial[name], spec)
 
 
 def assigning_unlike(folder, spec):

@@ -204,8 +204,9 @@ class StageRunner:
         owner, name, _ = self.views[0].swaps[0]
         if list(getattr(owner, name)) != self._all_layers:
             raise NotImplementedError(
-                f"hf_parallel: pp_size={self.config.pp_size}: the {name} of {type(owner).__name__} are others than those "
-                "that were cut into stages; pp_size=1 works, and so do layers that change before the model is parallel"
+                f"hf_parallel: pp_size={self.config.pp_size}: the {name} of {type(owner).__name__} are others than "
+                "those that were cut into stages; pp_size=1 works, and so do layers that change before the model is "
+                "parallel"
             )
 
     @property
