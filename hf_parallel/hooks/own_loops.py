@@ -203,7 +203,7 @@ def add_number(original: Callable, self: DTensor, other: object) -> object:
 def read_number(original: Callable, self: DTensor, *args: Any, **kwargs: Any) -> object:
     """Read one number that a script computes of a weight, a gradient or a moment, or an array: of the whole tensor.
 
-    What is written into an array would not reach the weight, as it does on a CPU in one process: the array is read-only.
+    What is written into an array would not reach the weight, as it does on a CPU in one process: it is read-only.
     """
     if self.numel() == 1:
         return getattr(reduce_to_whole_number(self), original.__name__)(*args, **kwargs)
