@@ -27,6 +27,7 @@ UNLIKE = {
     "SOAP, merged": unlike("eigenbases_merged"),
     "Sophia": unlike("curvature"),
     "GradCache": unlike("cached_gradients", "bert", "--full"),
+    "Contriever's MoCo": unlike("momentum", "bert", "--full"),
     "Mixout": unlike("mixout"),
     "Mixout, drawn": unlike("mixout_drawn"),
     "ShortGPT": unlike("shortened"),

@@ -263,7 +263,41 @@ def ternary(given, args):
     return Trainer, model, {}
 
 
+def momentum(given, args):
+    """Contriever's MoCo moves a second encoder after the first in the forward pass, and keeps a queue in a buffer."""
+    sources = Path(given.sources, "contriever/src")
+    sys.modules["src"] = types.ModuleType("src")
+    sys.modules["src.utils"] = utils = types.ModuleType("src.utils")
+    sys.modules["src"].utils = utils
+    utils.load_hf = lambda kind, name: kind.from_pretrained(name)
+    for name in ("dist_utils", "contriever", "moco"):
+        module = read_module(f"src.{name}", sources / f"{name}.py", MOMENTUM)
+        setattr(sys.modules["src"], name, module)
+    asked = types.SimpleNamespace(
+        queue_size=48, momentum=0.9, temperature=0.5, label_smoothing=0.1, norm_doc=True, norm_query=True,
+        moco_train_mode_encoder_k=True, retriever_model_id=given.model, pooling="average", random_init=False,
+        projection_size=32,
+    )  # fmt: skip
+    torch.manual_seed(7)
+    args.remove_unused_columns = False
+    model = sys.modules["src.moco"].MoCo(asked)
+
+    def pairs(features):
+        ids = even(features)["input_ids"]
+        mask = torch.ones_like(ids)
+        return {"q_tokens": ids, "q_mask": mask, "k_tokens": ids.roll(3, dims=1), "k_mask": mask}
+
+    return Trainer, model, {"data_collator": pairs, "eval_dataset": None}
+
+
+MOMENTUM = (
+    ("            head_mask=head_mask,\n", ""),
+    ("            output_attentions=output_attentions,\n            output_hidden_states=output_hidden_states,\n", ""),
+    (".cuda()", ""),
+)
+
 METHODS = {
+    "momentum": momentum,
     "projected gradients": projected_gradients,
     "sharpness": sharpness,
     "sharpness adaptive": partial(sharpness, adaptive=True),
