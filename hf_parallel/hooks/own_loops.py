@@ -157,8 +157,8 @@ def grad(original: Any) -> property:
     """Keep this rank's part of a whole gradient that a script assigns, such as a part of one vector of all."""
 
     def assign(parameter: DTensor, value: torch.Tensor | None) -> None:
-        is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-        if is_whole and value.shape == parameter.shape and mixed.is_of_layout(parameter):
+        is_whole = value is not None and not isinstance(value, DTensor) and value.shape == parameter.shape
+        if value is not None and is_whole and mixed.is_of_layout(parameter):
             value = mixed.take_part_of_gradient(value, parameter)
         original.__set__(parameter, value)
 
