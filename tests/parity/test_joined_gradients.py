@@ -73,11 +73,6 @@ def pruning(folder, spec=None):
     return losses, hf_parallel.full_state_dict(model)
 
 
-@pytest.mark.parametrize("spec", layouts("library", *SPECS))
-def test_weights_without_their_least(spec, initial):  # noqa: F811
-    as_in_one_process(pruning, initial["qwen3"], spec)
-
-
 def rounds(folder, spec=None):
     """Weights that leave a model as arrays and come back, as between the rounds of federated training."""
     model, rows, losses = start(spec, folder), batch(), []
@@ -99,10 +94,13 @@ def rounds(folder, spec=None):
     return losses, hf_parallel.full_state_dict(model)
 
 
-@pytest.mark.parametrize("name", ["phi3", "qwen3"])
+LOOPS = [(rounds, "phi3"), (rounds, "qwen3"), (pruning, "qwen3")]
+
+
+@pytest.mark.parametrize(("loop", "name"), LOOPS)
 @pytest.mark.parametrize("spec", layouts("library", *SPECS))
-def test_weights_as_arrays(spec, name, initial):  # noqa: F811
-    as_in_one_process(rounds, initial[name], spec)
+def test_weights_that_are_read_and_written_as_a_whole(spec, loop, name, initial):  # noqa: F811
+    as_in_one_process(loop, initial[name], spec)
 
 
 def assigning_unlike(folder, spec):

@@ -61,7 +61,7 @@ def followed(folder, spec=None):
 
 
 @pytest.mark.parametrize("loop", [looking, followed])
-@pytest.mark.parametrize("spec", layouts("library", *SPECS, "tp=2,dp_shard=2"))
+@pytest.mark.parametrize("spec", layouts("library", *SPECS))
 def test_passes_that_are_stopped(spec, loop, initial):  # noqa: F811
     """What they gathered is neither clipped nor trained, nor what the next pass computes with."""
     as_in_one_process(loop, initial["qwen3"], spec)
