@@ -12,7 +12,7 @@ from tests.distributed import RankFailure, run
 from tests.parity.test_assigned_weights import as_in_one_process, batch, initial, start  # noqa: F401 - a fixture
 from tests.training import layouts
 
-SPECS = ("tp=2", "dp_shard=2", "dp_replicate=2,zero_stage=0", "dp_shard=2,zero_stage=1", "tp=2,dp_shard=2")
+SPECS = ("tp=2", "dp_shard=2", "dp_shard=2,zero_stage=1", "tp=2,dp_shard=2")
 
 
 def surgery(folder, spec=None):
