@@ -46,8 +46,8 @@ from hf_parallel.ranks.steps import call_after_steps, call_before_steps
 #: Operations of which one tensor may be whole: element by element, lists of such, and products, as by a head.
 _ELEMENTWISE = (
     "add add_ sub sub_ rsub mul mul_ div div_ lerp lerp_ addcmul addcmul_ addcdiv addcdiv_ copy_ maximum minimum "
-    "where pow eq ne lt le gt ge mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss "
-    "huber_loss_backward"
+    "clone abs neg where pow eq ne lt le gt ge mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward "
+    "huber_loss huber_loss_backward"
 )
 _PRODUCTS = ("mm", "addmm", "mv", "dot", "embedding", "cat", "stack")
 _LISTS = "add add_ sub sub_ mul mul_ div div_ lerp lerp_ addcmul addcmul_ addcdiv addcdiv_ copy_ maximum minimum"
@@ -178,17 +178,23 @@ def _take_part(operation: Any, value: Any, parts: list[DTensor]) -> Any:
     weight = next((part for part in alike if not is_constant(part)), next(iter(alike), None))
     if weight is None or value.requires_grad:
         return value  # torch refuses it
-    _prove(operation, value, weight)
+    _prove(operation._schema.name.removeprefix("aten::"), value, weight)
     part, stored = read_part(value, find_local_part(weight, order_of(weight))), get_stored(weight)
     return place_as(weight, part.to(stored.device)) if part.shape == stored.shape else value
 
 
-def _prove(operation: Any, whole: torch.Tensor, weight: DTensor) -> None:
+def take_part_of_gradient(whole: torch.Tensor, weight: DTensor) -> DTensor:
+    """Return this rank's part of a whole gradient of a weight. Collective over the ranks of the weight."""
+    _prove("p.grad = x", whole, weight)
+    part = read_part(whole.as_subclass(torch.Tensor), find_local_part(weight, order_of(weight)))
+    return place_as(weight, part.to(get_stored(weight).device, copy=True))
+
+
+def _prove(name: str, whole: torch.Tensor, weight: DTensor) -> None:
     versions = of_session(_Proved).versions
     proof = None if whole.is_inference() else (whole._version, weight.device_mesh)
     if proof is not None and versions.get(whole) == proof:
         return
-    name = operation._schema.name.removeprefix("aten::")
     if is_rank_0_alone(f"{name} of a weight and a whole tensor"):
         raise NotImplementedError(
             f"hf_parallel: rank 0 alone calls {name} of a weight and a whole tensor, and other ranks have the weight, "

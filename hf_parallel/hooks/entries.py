@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.model.calls import bind_by_name
+from hf_parallel.model.families import LIBRARIES
 from hf_parallel.ranks import assert_all_ranks, desync
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.distributed import ProcessGroup
     from transformers import Trainer
 
@@ -87,15 +90,35 @@ def refuse_replicas(original: Callable, self: nn.Module, *args: object, **kwargs
     copies=True,
 )
 def gather_by_process(original: Callable, *args: object, **kwargs: object) -> Any:
-    """Gather as torch does, but refuse to do so with gradients where an example would be there twice."""
-    if torch.is_grad_enabled():
+    """Gather as torch does; refuse it with gradients, or for a queue, where an example would be there twice."""
+    current = runtime.current()
+    shares_batches = current is not None and current.mesh.data_size != dist.get_world_size()
+    if torch.is_grad_enabled() or shares_batches:
         given = bind_by_name(original, args, kwargs)
         part: Any = given["tensor"] if "tensor" in given else given.get("input_tensor", given.get("self"))
-        if part.requires_grad and given.get("group") in (None, dist.group.WORLD):
+        is_of_all = given.get("group") in (None, dist.group.WORLD)
+        if is_of_all and torch.is_grad_enabled() and part.requires_grad:
             check_gathered_examples()
             if original.__module__ == dist.distributed_c10d.__name__:
                 _tell_of_lost_gradients()
+        elif is_of_all and shares_batches and part.ndim > 1 and part.is_floating_point() and _is_in_training_pass():
+            check_gathered_examples()
     return original(*args, **kwargs)
+
+
+def _is_in_training_pass() -> bool:
+    """Return whether a script gathers in the forward pass of a module that trains, as for a queue of negatives."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("hf_parallel.hooks."):
+        frame = frame.f_back
+    if frame is None or frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
+        return False
+    while frame is not None:
+        module = frame.f_locals.get("self") if frame.f_code.co_name == "_call_impl" else None
+        if isinstance(module, nn.Module) and module.training:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @patch("torch.distributed.nn.functional:all_gather", "reads gradients that are not contiguous wrongly", copies=True)
@@ -115,9 +138,9 @@ def gather_parts_with_gradients(original: Callable, *args: object, **kwargs: obj
 def check_gathered_examples() -> None:
     """Refuse the gather of a loss that compares examples, where some are there twice.
 
-    Contrastive losses (SimCSE, DPR, Tevatron, FlagEmbedding, ColPali) take `dist.get_world_size()` batches for
-    different ones: with every negative there twice, the loss is larger by log(2). Those of a ragged last batch take
-    them for batches of one size, too: repeated examples would fill it, or be missing.
+    Contrastive losses (SimCSE, DPR, Tevatron, FlagEmbedding, ColPali), and queues of keys (MoCo), take
+    `dist.get_world_size()` batches for different ones: with every negative there twice, a loss is larger by log(2).
+    Those of a ragged last batch take them for batches of one size, too: repeated examples fill it, or are missing.
     """
     from accelerate.state import GradientState
 

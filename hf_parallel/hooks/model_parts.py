@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -81,7 +81,7 @@ def get_rows(original: Callable, self: DTensor, index: Index) -> object:
     """`weight.data[-1].zero_()` reaches the weight. What autograd follows stays torch's."""
     if not list_axes_and_dims(self) or not is_of_layout(self) or (self.requires_grad and torch.is_grad_enabled()):
         return original(self, index)
-    rows = full_tensor(self)[index]
+    rows = full_tensor(self)[tree_map(_make_plain_value, index)]
     return Rows.at((self, index, rows), rows)
 
 
@@ -92,6 +92,19 @@ def set_rows(original: Callable, self: DTensor, index: Index, value: torch.Tenso
         _write_elements(self, index, value)
     else:
         original(self, index, value)
+
+
+@patch(
+    "torch.distributed.tensor:DTensor.{flatten,ravel,reshape,view}", "cannot join the numbers of parts of odd sizes"
+)
+def join_numbers(original: Callable, self: DTensor, *shape: Any, **kwargs: Any) -> torch.Tensor:
+    """Join all numbers of a weight or a gradient to one vector; what is written to it reaches the weight."""
+    names_a_vector = shape in ((-1,), ((-1,),), ([-1],), (self.numel(),)) or kwargs.get("shape") in (-1, (-1,))
+    is_vector = names_a_vector or original.__name__ in ("flatten", "ravel") and not shape and not kwargs
+    if not is_vector or not is_of_layout(self) or (self.requires_grad and torch.is_grad_enabled()):
+        return original(self, *shape, **kwargs)
+    whole = full_tensor(self)
+    return Rows.at((self, slice(None), whole), whole.view(-1))
 
 
 @patch(
@@ -126,7 +139,7 @@ def draw_like(original: Callable, input: torch.Tensor, *args: object, **kwargs: 
 
 def _write_elements(tensor: DTensor, index: Index, value: torch.Tensor | float) -> None:
     whole = full_tensor(tensor)
-    whole[index] = _make_plain_value(value)
+    whole[tree_map(_make_plain_value, index)] = _make_plain_value(value)
     _keep(tensor, whole)
 
 

@@ -41,7 +41,7 @@ from hf_parallel.axes.pipeline.batches import find_leaves
 from hf_parallel.axes.pipeline.stage_runner import pipelines_of
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, replace
-from hf_parallel.ranks.mesh import find_stored_parameter, get_stored
+from hf_parallel.ranks.mesh import find_stored_parameter, get_stored, place_as
 from hf_parallel.ranks.steps import call_before_steps
 
 if TYPE_CHECKING:
@@ -160,6 +160,19 @@ def data(original: Any) -> property:
     return property(read, store)
 
 
+@replace("torch.distributed.tensor:DTensor.grad", "optimizers and norms take a whole gradient for a part")
+def grad(original: Any) -> property:
+    """Keep this rank's part of a whole gradient that a script assigns, such as a part of one vector of all."""
+
+    def assign(parameter: DTensor, value: torch.Tensor | None) -> None:
+        is_whole = value is not None and not isinstance(value, DTensor) and value.shape == parameter.shape
+        if value is not None and is_whole and mixed.is_of_layout(parameter):
+            value = mixed.take_part_of_gradient(value, parameter)
+        original.__set__(parameter, value)
+
+    return property(original.__get__, assign, original.__delete__)
+
+
 @patch(
     "torch.distributed.tensor:DTensor.{norm,sum,mean,max,min}",
     "gives a DTensor, which does not mix with numbers of whole tensors",
@@ -196,10 +209,20 @@ def add_number(original: Callable, self: DTensor, other: object) -> object:
     "reads what this rank holds of a sum",
 )
 def read_number(original: Callable, self: DTensor, *args: Any, **kwargs: Any) -> object:
-    """Read one number that a script computes of a weight, a gradient or a moment: that of the whole tensor."""
-    if self.numel() != 1:
+    """Read one number that a script computes of a weight, a gradient or a moment, or an array: of the whole tensor.
+
+    What is written into an array would not reach the weight, as it does on a CPU in one process: it is read-only.
+    """
+    if self.numel() == 1:
+        return getattr(reduce_to_whole_number(self), original.__name__)(*args, **kwargs)
+    if original.__name__ not in ("numpy", "tolist") or self.requires_grad or not mixed.is_of_layout(self):
         return original(self, *args, **kwargs)
-    return getattr(reduce_to_whole_number(self), original.__name__)(*args, **kwargs)
+    device = self.device_mesh.device_type
+    moved = self if self.device.type == device else place_as(self, get_stored(self).to(device))
+    found = getattr(full_tensor(moved).cpu(), original.__name__)(*args, **kwargs)
+    if original.__name__ == "numpy" and device == "cpu":
+        found.flags.writeable = False
+    return found
 
 
 @replace(

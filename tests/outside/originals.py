@@ -29,6 +29,7 @@ from tests.outside.private import PRIVATE
 from tests.outside.robots import ROBOTS
 from tests.outside.trl_examples import TRL_EXAMPLES
 from tests.outside.tuning import TUNING
+from tests.outside.unlike import UNLIKE
 
 SPECS = ("tp=2", "pp=2", "dp_shard=2", "dp_shard=2,zero_stage=1", "cp=2")
 
@@ -702,6 +703,7 @@ ORIGINALS = {
     **EDITING,
     **PRIVATE,
     **LATENT,
+    **UNLIKE,
     **ROBOTS,
     **LOOKING,
     **LOOPS,

@@ -37,6 +37,32 @@ def put_norms(model):
         layer.post_attention_layernorm = torch.nn.LayerNorm(64)
 
 
+def drop_layer(model):
+    del model.model.layers[2]
+
+
+def turn_layers(model):
+    layers = model.model.layers
+    layers[1], layers[3] = layers[3], layers[1]
+
+
+def wrap_layer(model):
+    """As those who steer or scale what a layer gives; it hands on what the model asks of its layers."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, *args, **kwargs):
+            return 1.5 * self.layer(*args, **kwargs)
+
+        def __getattr__(self, name):
+            return super().__getattr__(name) if name == "layer" else getattr(self.layer, name)
+
+    model.model.layers[5] = Scaled(model.model.layers[5])
+
+
 class LoRA(torch.nn.Module):
     """As scripts write it: matrices of its own beside the linear that it is put around, which is frozen."""
 
@@ -59,6 +85,7 @@ def put_lora(model):
 
 
 PUT = {"head": put_head, "score": put_score, "mlp": put_mlp, "norm": put_norm, "norms": put_norms}
+PUT |= {"dropped": drop_layer, "turned": turn_layers, "wrapped": wrap_layer}
 PUT |= {"lora": put_lora, "shared": put_lora}
 
 
@@ -111,5 +138,24 @@ def test_beside_the_linears_of_a_split_layer(runs):
     def refused():
         with pytest.raises(SpecError, match="tp_size=2 .* PEFT works"):
             script("tp=2", None, runs.initial("llama", **ODD), "norms")
+
+    run(refused, 2, init=False)
+
+
+OTHER = [("tp=2", "dropped"), ("tp=2", "turned")]
+
+
+@pytest.mark.parametrize(("spec", "what"), OTHER)
+def test_other_layers(runs, spec, what):
+    """Ranks that hold parts of all layers run those that the model has now."""
+    runs.compare(script, spec, runs.initial("llama", **ODD), what)
+
+
+def test_other_layers_than_stages_were_cut_from(runs):
+    """Stages would go on with those layers, as if the script had changed nothing."""
+
+    def refused():
+        with pytest.raises(NotImplementedError, match="pp_size=2: .* layers .* pp_size=1 works"):
+            script("pp=2", None, runs.initial("llama", **ODD), "wrapped")
 
     run(refused, 2, init=False)

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 from hf_parallel.hooks import report
 from hf_parallel.ranks import desync
 from tests import models
-from tests.distributed import run, run_alone
+from tests.distributed import RankFailure, run, run_alone
 from tests.refusals import find_line
 from tests.rows import VOCABULARY, Rows
 from tests.training import Outcome, Recorder, activate, arguments_of, check_numbers, fit, make_trainer, trainer_of
@@ -233,6 +233,41 @@ def test_an_evaluation_that_compares_the_examples_of_a_process(tmp_path):
     for _, told in ranks:
         assert len(told) == 1
         assert "evaluation compares" in told[0]
+
+
+class Queued(torch.nn.Module):
+    """Compares examples with keys of former batches of all processes, as MoCo does: gathered without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = models.build("llama")
+        self.register_buffer("queue", torch.randn(16, 128, generator=torch.Generator().manual_seed(3)))
+
+    def forward(self, input_ids, labels=None):
+        states = self.encoder(input_ids=input_ids).logits
+        one, other = states[:, -1, :128], states.mean(1)[:, :128].detach()
+        scores = torch.cat([(one * other).sum(1, keepdim=True), one @ self.queue.T], dim=1)
+        if torch.distributed.is_initialized():
+            parts = [torch.empty_like(other) for _ in range(torch.distributed.get_world_size())]
+            torch.distributed.all_gather(parts, other)
+            other = torch.cat(parts)
+        self.queue = torch.cat([other, self.queue])[:16]
+        return {"loss": torch.nn.functional.cross_entropy(scores, torch.zeros(len(one), dtype=torch.long))}
+
+
+def train_with_queue(spec: str | None, out: str) -> list[list[float]]:
+    """Return losses and norms."""
+    data_ranks, settings = activate(spec), {"dataloader_drop_last": True}
+    outcome = fit(*trainer_of(Queued(), out, data_ranks, settings, train_dataset=Rows(19, 11), eval_dataset=None))
+    return [value for log in outcome.logs if "loss" in log for value in (log["loss"], log["grad_norm"])]
+
+
+def test_a_queue_of_the_keys_of_all_processes(tmp_path):
+    """Data ranks add each key once; ranks of one model would add it twice."""
+    expected = run_alone(train_with_queue, None, f"{tmp_path}/one")
+    check_numbers(run(train_with_queue, 2, "dp_shard=2", f"{tmp_path}/two", init=False), expected)
+    with pytest.raises(RankFailure, match=r"tp_size=2 .* only 1 differ: examples count twice"):
+        run(train_with_queue, 2, "tp=2", f"{tmp_path}/three", init=False)
 
 
 def separate(spec: str | None) -> float:

@@ -183,7 +183,8 @@ class SequenceCut:
                 "hf_parallel: an attention_mask of queries by keys cannot be cut along the sequence; a mask of tokens "
                 "[rows, length], or cp_size=1, works"
             )
-        if batch.get("output_attentions"):
+        asked = batch.get("output_attentions")
+        if getattr(module.config, "output_attentions", False) if asked is None else asked:
             raise ValueError("hf_parallel: output_attentions=True needs whole matrices of scores; cp_size=1 works")
         layout = self._find_layout(batch)
         for layer in module.modules():  # checkpointed ones keep the output of their attention

@@ -37,6 +37,7 @@ from hf_parallel.axes.data.copies import follow_copies
 from hf_parallel.axes.data.gathered_once import is_kept_gathered
 from hf_parallel.axes.data.gradients import round_after_backward
 from hf_parallel.axes.data.lowered import follow_dtype_now, make_policy_for
+from hf_parallel.axes.data.stopped_pass import end_stopped_pass
 from hf_parallel.axes.data.units import (
     allow_packed_weights,
     gather_unit,
@@ -274,6 +275,7 @@ def shard_data_parallel(
     if root is model:  # a pipeline frees its stages itself
         model.register_forward_pre_hook(_gather_anew, prepend=True)
         model.register_forward_hook(_reshard_after_evaluation)
+        model.register_forward_hook(end_stopped_pass, always_call=True)
         _let_parts_run(model, blocks)
         if not keeps:
             _keep_what_runs_again(model)

@@ -113,6 +113,7 @@ def run_calls(engine: PipelineEngine, calls: list[ScheduledCall], held: HeldRun 
     Args:
         held: takes the gradients of this run, if data ranks do not reduce them yet.
     """
+    engine.check_layers()
     if engine.fill is not None:
         with apply_autocast_per_stage(engine) as autocast:
             return FilledRun(engine, engine.fill, calls).run(autocast)

@@ -161,6 +161,8 @@ class StageRunner:
         self.model, self.views, self.mesh, self.config = model, views, mesh, part.config
         self.layers_per_stage, self.remote_modules = part.layers_per_stage, remote_modules
         self._layers = [layer for view in views for layer in view.layers]
+        owner, name, _ = views[0].swaps[0]
+        self._all_layers = list(getattr(owner, name))  # of other stages: what stands there
         self.stages: Any = nn.ModuleList(Stage(view) for view in views)
         self.last_index = self.config.pipeline_stages - 1
         self.last_rank = self.config.rank_of_stage(self.last_index)
@@ -192,6 +194,20 @@ class StageRunner:
         self.late: list[nn.Parameter] = []  # parameters that a script put into the model later, on all stages
         self._view: StageView | None = None
         self._on_call: Handler | None = None
+
+    def check_layers(self) -> None:
+        """Raise an error if a script has added, removed or replaced layers: stages run those they were cut from.
+
+        Raises:
+            NotImplementedError: in the next forward pass, on every rank.
+        """
+        owner, name, _ = self.views[0].swaps[0]
+        if list(getattr(owner, name)) != self._all_layers:
+            raise NotImplementedError(
+                f"hf_parallel: pp_size={self.config.pp_size}: the {name} of {type(owner).__name__} are others than "
+                "those that were cut into stages; pp_size=1 works, and so do layers that change before the model is "
+                "parallel"
+            )
 
     @property
     def copies(self) -> set[int]:

@@ -198,6 +198,7 @@ class Serving(Session):
 
 def serve_script(engine: StageRunner, batch: Batch, script: Callable[[], object]) -> tuple[ModelOutput, list[Made]]:
     """Return on every rank what `script` returns on the last stage, and the calls it made. Collective."""
+    engine.check_layers()
     grad, held = torch.is_grad_enabled(), engine.services.begin_held_run()
     free(engine)  # of a call whose backward has not come: weights may have changed since
     session, control, source = Serving(engine, batch), engine.control, engine.last_rank

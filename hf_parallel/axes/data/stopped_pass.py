@@ -1,0 +1,53 @@
+"""Forward passes that end by an error: a script's hook that stops at a layer, a batch that does not fit.
+
+FSDP2 ends a pass in hooks of the modules' outputs, of which there are none. torch has no call for it: the states of
+units are internals, looked at in torch 2.13.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from hf_parallel.axes.data.gathered_once import is_kept_gathered
+from hf_parallel.axes.data.units import get_groups_of, get_state_of, iterate_sharded_modules
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+_ENDS_PASS = "_hf_parallel_ends_pass"  # a weight whose gradient ends the backward pass
+
+
+def end_stopped_pass(model: nn.Module, args: tuple, output: object) -> None:
+    """End a forward pass that an error has left, such as one that a script's hook stops at a layer.
+
+    Clipping and optimizers would take gathered weights for the model's parameters, and the next pass would not gather
+    anew. A loss of what a hook has kept may still go back through the pass: its gradients end it, then.
+    """
+    if output is not None or is_kept_gathered(model):
+        return
+    for module in iterate_sharded_modules(model):
+        state = get_state_of(module)
+        state._state_ctx.iter_forward_root, state._training_state = None, TrainingState.IDLE
+        state._modules_to_run_forward.clear()
+        for group in get_groups_of(module):
+            if torch.is_grad_enabled() and group._training_state is TrainingState.FORWARD:
+                group._record_post_forward()
+                for held in group.fsdp_params:
+                    _let_gradient_end_pass(held, state)
+            group._training_state = TrainingState.IDLE
+        if not torch.is_grad_enabled():
+            module.reshard()
+
+
+def _let_gradient_end_pass(held: FSDPParam, state: FSDPState) -> None:
+    """Reduce the gradient of a gathered weight, although the pass had no output that would see to it."""
+    if held.unsharded_param.requires_grad and not getattr(held, _ENDS_PASS, False):
+        setattr(held, _ENDS_PASS, True)
+        held.unsharded_param.register_post_accumulate_grad_hook(
+            lambda parameter: state._register_root_post_backward_final_callback()
+        )
