@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
     from hf_parallel.axes.pipeline.engine import PipelineEngine
 
-#: The folder of this package.
-
 
 def replace_methods(
     model: nn.Module, mesh: ParallelMesh, pipeline: PipelineEngine | None, again: Callable[[nn.Module], object]

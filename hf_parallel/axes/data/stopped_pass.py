@@ -46,8 +46,7 @@ def end_stopped_pass(model: nn.Module, args: tuple, output: object) -> None:
 
 def _let_gradient_end_pass(held: FSDPParam, state: FSDPState) -> None:
     """Reduce the gradient of a gathered weight, although the pass had no output that would see to it."""
-    if held.unsharded_param.requires_grad and not getattr(held, _ENDS_PASS, False):
-        setattr(held, _ENDS_PASS, True)
-        held.unsharded_param.register_post_accumulate_grad_hook(
-            lambda parameter: state._register_root_post_backward_final_callback()
-        )
+    copy = held.unsharded_param
+    if copy.requires_grad and not hasattr(copy, _ENDS_PASS):
+        setattr(copy, _ENDS_PASS, True)
+        copy.register_post_accumulate_grad_hook(lambda parameter: state._register_root_post_backward_final_callback())

@@ -314,10 +314,9 @@ def get_state_dict(
     """
     state, given = runtime.find_parallel_state(model), {} if state_dict is None else state_dict
     is_part = state_dict is None or getattr(given, "is_part_of_model", False)
-    embeddings = bind_by_name(original, (model, state_dict, *args), kwargs).get("save_embedding_layers", "auto")
-    whole = given
     if state is None:
         return original(model, state_dict, *args, **kwargs)
+    whole = given
 
     def select() -> dict[str, torch.Tensor]:
         with show_all_stages(get_base_model_of(model), state):
@@ -327,6 +326,7 @@ def get_state_dict(
         with _use_state_dict_of_class(model):
             is_of_other_stages = not given.keys() <= model.state_dict().keys()
         return select() if is_of_other_stages else original(model, state_dict, *args, **kwargs)
+    embeddings = bind_by_name(original, (model, state_dict, *args), kwargs).get("save_embedding_layers", "auto")
     gather = functools.partial(gather_saved_tensors, embeddings=embeddings)
     if slices.is_alone("get_peft_model_state_dict", model):
         whole = slices.gather_asked(model, gather)
