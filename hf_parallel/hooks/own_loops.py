@@ -41,7 +41,7 @@ from hf_parallel.axes.pipeline.batches import find_leaves
 from hf_parallel.axes.pipeline.stage_runner import pipelines_of
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, replace
-from hf_parallel.ranks.mesh import find_stored_parameter, get_stored, place_as
+from hf_parallel.ranks.mesh import STORED, find_stored_parameter, get_stored, place_as
 from hf_parallel.ranks.steps import call_before_steps
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def named_parameters(
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Name the stored parameters where a forward pass without a backward pass has left copies gathered."""
     for name, parameter in original(self, prefix, recurse, remove_duplicate):
-        yield name, find_resting_parameter(parameter)
+        yield name, find_resting_parameter(parameter) if STORED in parameter.__dict__ else parameter
 
 
 @patch("torch.nn.utils.clip_grad:clip_grad_norm_", "norm of one stage, or mixes shards and whole tensors", copies=True)

@@ -163,9 +163,13 @@ def gathered(kind: str) -> dict[str, float]:
     stored_weights = {name: whole(parameter) for name, parameter in layer.named_parameters()}
     dtypes = {parameter.dtype for parameter in layer.parameters()}
     layer.unshard()
+    places = (
+        (f"{path}.{leaf}", one) for path, module in layer.named_modules() for leaf, one in module._parameters.items()
+    )
     gaps = {
         name: distance({"": parameter.detach().float()}, {"": stored_weights[name].float()})
-        for name, parameter in layer.named_parameters()
+        for name, parameter in places
+        if parameter is not None
     }
     layer.reshard()
     gradients = steps(model, 4, dist.get_rank())["gradients"]

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
+#: Attribute of a pipeline's stage, whose schedule asks for copies between its passes.
+SCHEDULED = "_hf_parallel_scheduled"
 #: Of FSDP2's record of a parameter: what follows its copies.
 _FOLLOWS = "_hf_parallel_follows_copy"
 
@@ -39,10 +41,12 @@ def follow_copies(root: nn.Module) -> None:
 def find_resting_parameter(parameter: nn.Parameter) -> nn.Parameter:
     """Return the stored parameter in the place of a copy, but while the model runs, which computes with copies."""
     held = getattr(parameter, STORED, None)
-    return parameter if held is None or vars(held)[_FOLLOWS].runs else held.sharded_param
+    if held is None or vars(held)[_FOLLOWS].runs or vars(held)[_FOLLOWS].is_scheduled:
+        return parameter
+    return held.sharded_param
 
 
-class _Copy(nn.Parameter):
+class Copy(nn.Parameter):
     """A gathered parameter whose `data` counts writes as its own, and keeps its memory."""
 
     @property
@@ -60,6 +64,9 @@ class _Copy(nn.Parameter):
             raise NotImplementedError(f"hf_parallel: p.data = x: a tensor of {shapes}, of which data ranks hold parts")
 
 
+Copy.__name__ = nn.Parameter.__name__  # for scripts
+
+
 class _Followed:
     """What becomes of one parameter's copy.
 
@@ -73,6 +80,8 @@ class _Followed:
     def __init__(self, held: FSDPParam, state: FSDPState) -> None:
         self.held, self.state = held, state
         self.trained, self.version, self.stored_version = False, 0, 0
+        self._copy: Any = None
+        self._part: Any = None  # of a copy that tp ranks hold parts of
         self._gather, self._free = held.to_unsharded, held.to_sharded
         held.to_unsharded, held.to_sharded = self.begin, self.end  # type: ignore[method-assign]
 
@@ -82,28 +91,37 @@ class _Followed:
         states = (self.state, *self.state._state_ctx.all_states[:1])  # the root's is the first
         return any(state._training_state is not TrainingState.IDLE for state in states)
 
+    @property
+    def is_scheduled(self) -> bool:
+        """Is the unit in a stage? Only its schedule knows whether it runs, and asks for copies between passes."""
+        return any(getattr(state._modules[0], SCHEDULED, False) for state in self.state._state_ctx.all_states[:1])
+
     def begin(self) -> None:
         """Register a copy."""
         self._gather()
         copy: Any = self.held._unsharded_param
-        if not is_copy(copy):
-            setattr(copy, STORED, self.held)
-            if type(copy) is nn.Parameter and type(copy.data) is torch.Tensor:
-                copy.__class__ = _Copy
         stored: Any = self.held.sharded_param
+        if copy is not self._copy:
+            self._take(copy)
         self.trained, self.stored_version = stored.requires_grad, stored._version + stored._local_tensor._version
-        self.version = _count_changes(copy)
+        self.version = copy._version if self._part is None else copy._version + self._part._version
 
     def end(self) -> None:
         """Drop the copy, after which the stored parameter has what a script has changed of it."""
-        owner = self.held._module_info
-        copy: Any = owner.module._parameters.get(owner.param_name)
-        runs = self.state._training_state is not TrainingState.IDLE or self.runs  # which drops copies, too
-        if not runs and copy is not None and getattr(copy, STORED, None) is self.held:
-            if copy.requires_grad != self.trained:
-                self.held.sharded_param.requires_grad_(copy.requires_grad)
-            self._keep_writes(copy)
+        if self.state._training_state is TrainingState.IDLE and not self.runs:  # else it is a pass that drops it
+            owner = self.held._module_info
+            copy = owner.module._parameters.get(owner.param_name)
+            if copy is not None and copy is self._copy:
+                if copy.requires_grad != self.trained:
+                    self.held.sharded_param.requires_grad_(copy.requires_grad)
+                self._keep_writes(copy)
         self._free()
+
+    def _take(self, copy: nn.Parameter) -> None:
+        self._copy, self._part = copy, getattr(copy, "_local_tensor", None)
+        setattr(copy, STORED, self.held)
+        if type(copy) is nn.Parameter and self._part is None and type(copy.data) is torch.Tensor:
+            copy.__class__ = Copy
 
     def _keep_writes(self, copy: nn.Parameter) -> None:
         whole, part = get_stored(copy), get_stored(self.held.sharded_param)

@@ -33,7 +33,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_leaves
 
 from hf_parallel.ask.keys.data import offload_folder, parameters_rest
-from hf_parallel.axes.data.copies import follow_copies
+from hf_parallel.axes.data.copies import SCHEDULED, follow_copies
 from hf_parallel.axes.data.gathered_once import is_kept_gathered
 from hf_parallel.axes.data.gradients import round_after_backward
 from hf_parallel.axes.data.lowered import follow_dtype_now, make_policy_for
@@ -267,6 +267,8 @@ def shard_data_parallel(
         _name_as_before(type(module))
         let_caches_gather(module)
     let_units_work_in_place(root)
+    if root is not model:
+        setattr(root, SCHEDULED, True)
     follow_copies(root)
     # Before FSDP2's own hook, which gathers: weights in autocast's dtype, if a forward pass runs under autocast. What
     # `compute_in` has settled holds instead: accelerate enters autocast inside the model's forward.
