@@ -34,3 +34,18 @@ def test_losses_of_one_process(spec, runs):
     expected = run_alone_once(evaluated_and_trained, None, folder)
     for ours in run(evaluated_and_trained, axes(spec)["world"], spec, folder, init=False, timeout=120):
         assert ours == pytest.approx(expected, rel=1e-5)  # sums in another order
+
+
+def loaded_and_evaluated(spec: str | None, folder: str) -> float:
+    activate(spec)
+    with torch.inference_mode():
+        model, tokens = AutoModelForCausalLM.from_pretrained(folder), loops.rows(3, 33)
+        return model(input_ids=tokens, labels=tokens).loss.item()
+
+
+def test_weights_that_count_no_versions(runs):
+    """Whole evaluation scripts run under inference mode."""
+    folder = runs.initial("llama", num_hidden_layers=3, vocab_size=515)
+    expected = run_alone_once(loaded_and_evaluated, None, folder)
+    for ours in run(loaded_and_evaluated, 2, "dp_shard=2", folder, init=False):
+        assert ours == pytest.approx(expected, rel=1e-5)  # sums in another order

@@ -80,8 +80,6 @@ class _Followed:
     def __init__(self, held: FSDPParam, state: FSDPState) -> None:
         self.held, self.state = held, state
         self.trained, self.version, self.stored_version = False, 0, 0
-        self._copy: Any = None
-        self._part: Any = None  # of a copy that tp ranks hold parts of
         self._gather, self._free = held.to_unsharded, held.to_sharded
         held.to_unsharded, held.to_sharded = self.begin, self.end  # type: ignore[method-assign]
 
@@ -101,30 +99,30 @@ class _Followed:
         self._gather()
         copy: Any = self.held._unsharded_param
         stored: Any = self.held.sharded_param
-        if copy is not self._copy:
-            self._take(copy)
-        self.trained, self.stored_version = stored.requires_grad, stored._version + stored._local_tensor._version
-        self.version = copy._version if self._part is None else copy._version + self._part._version
+        if STORED not in copy.__dict__:
+            setattr(copy, STORED, self.held)
+            if type(copy) is nn.Parameter and type(copy.data) is torch.Tensor:
+                copy.__class__ = Copy
+        self.trained = stored.requires_grad
+        if not stored.is_inference() and not copy.is_inference():
+            self.stored_version = stored._version + stored._local_tensor._version
+            self.version = copy._version + (copy._local_tensor._version if isinstance(copy, DTensor) else 0)
 
     def end(self) -> None:
         """Drop the copy, after which the stored parameter has what a script has changed of it."""
         if self.state._training_state is TrainingState.IDLE and not self.runs:  # else it is a pass that drops it
             owner = self.held._module_info
             copy = owner.module._parameters.get(owner.param_name)
-            if copy is not None and copy is self._copy:
+            if copy is not None and copy is getattr(self.held, "_unsharded_param", None):
                 if copy.requires_grad != self.trained:
                     self.held.sharded_param.requires_grad_(copy.requires_grad)
                 self._keep_writes(copy)
         self._free()
 
-    def _take(self, copy: nn.Parameter) -> None:
-        self._copy, self._part = copy, getattr(copy, "_local_tensor", None)
-        setattr(copy, STORED, self.held)
-        if type(copy) is nn.Parameter and self._part is None and type(copy.data) is torch.Tensor:
-            copy.__class__ = Copy
-
     def _keep_writes(self, copy: nn.Parameter) -> None:
         whole, part = get_stored(copy), get_stored(self.held.sharded_param)
+        if self.held.sharded_param.is_inference() or copy.is_inference():  # torch counts no changes of these
+            return
         if _count_changes(copy) == self.version or whole.data_ptr() == part.data_ptr():
             return
         if _count_changes(self.held.sharded_param) != self.stored_version:
