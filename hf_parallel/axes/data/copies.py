@@ -112,8 +112,8 @@ class _Followed:
         """Drop the copy, after which the stored parameter has what a script has changed of it."""
         if self.state._training_state is TrainingState.IDLE and not self.runs:  # else it is a pass that drops it
             owner = self.held._module_info
-            copy: Any = owner.module._parameters.get(owner.param_name)
-            if copy is not None and copy is getattr(self.held, "_unsharded_param", None):
+            copy = owner.module._parameters.get(owner.param_name)
+            if copy is not None and getattr(copy, STORED, None) is self.held:
                 if copy.requires_grad != self.trained:
                     self.held.sharded_param.requires_grad_(copy.requires_grad)
                 self._keep_writes(copy)
