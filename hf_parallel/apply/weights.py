@@ -558,16 +558,16 @@ def refuse_changed_parameters(root: nn.Module, gathers: bool, model: nn.Module, 
     whole = getattr(root, WHOLE, ())  # each calls its hooks, on the gradient of this rank's examples
     for module in list_modules(root):
         for leaf, parameter in module._parameters.items():
-            if parameter is None or not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
-                continue
-            if _is_hooked(parameter) and parameter not in whole:
+            if parameter is not None and _is_hooked(parameter) and parameter not in whole:
                 _refuse_hook(_name_parameter(model, module, leaf))
         for group in get_groups_of(module) if isinstance(module, FSDPModule) else ():
             for held in group.fsdp_params:
-                where, stored = held._module_info, held.sharded_param  # of which the module may have a gathered copy
-                if (stored._backward_hooks or stored._post_accumulate_grad_hooks) and _is_hooked(stored):
+                where = held._module_info
+                if where.module._parameters.get(where.param_name) is held.sharded_param:
+                    continue
+                if _is_hooked(held.sharded_param):  # of which the module may have a gathered copy
                     _refuse_hook(_name_parameter(model, where.module, where.param_name))
-                if gathers and where.module._parameters.get(where.param_name) is not stored:
+                if gathers:
                     _refuse_exchanged(model, group, held)
 
 

@@ -19,11 +19,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from tests import models, training
+from tests import models
 from tests.drawn.bench import EXPERTS, Choices, Kind, summarise
+from tests.drawn.loops import adapt
 from tests.drawn.trainers import ADAPTED, DECODERS, WAYS
 from tests.rows import VOCABULARY, Rows
-from tests.training import EVAL_SEED, TRAIN_SEED, activate, with_adapters
+from tests.training import EVAL_SEED, TRAIN_SEED, activate
 
 #: Keys of a spec that other kinds of scripts draw.
 _OF_OTHERS = (
@@ -520,14 +521,7 @@ def make_optimizer(chosen: Choices, model: Any) -> torch.optim.Optimizer:
 
 def load(chosen: Choices, folder: str) -> Any:
     config = AutoConfig.from_pretrained(folder)
-    model = models.auto_class(config).from_pretrained(folder).train()
-    if chosen["lora"]:
-        model = with_adapters(training.Script(lora=chosen["lora"]), model)
-    if chosen["checkpointing"]:
-        model.gradient_checkpointing_enable()
-        if chosen["lora"]:
-            model.enable_input_require_grads()
-    return model
+    return adapt(chosen, models.auto_class(config).from_pretrained(folder).train())
 
 
 def in_loop(chosen: Choices, folder: str, out: str, data_ranks: int) -> dict[str, Any]:

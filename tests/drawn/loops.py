@@ -102,6 +102,17 @@ def build_data(chosen: Choices, rows: int, seed: int, stream: bool = False) -> A
     return Rows(rows, seed, even=chosen["even"], uneven_lengths=chosen["uneven_lengths"])
 
 
+def adapt(chosen: Choices, model: Any) -> Any:
+    """Give the model the script's adapters, and let it checkpoint activations."""
+    if chosen["lora"]:
+        model = with_adapters(training.Script(lora=chosen["lora"]), model)
+    if chosen["checkpointing"]:
+        model.gradient_checkpointing_enable()
+        if chosen["lora"]:
+            model.enable_input_require_grads()
+    return model
+
+
 def make_loader(chosen: Choices, rows: int, seed: int, batch: int, training_set: bool) -> DataLoader:
     stream = training_set and chosen["data"] == "stream"
     return DataLoader(
@@ -288,12 +299,7 @@ def script(chosen: Choices, folder: str, out: str, spec: str | None, part: str =
     kind = models.auto_class(config)
     model = kind.from_pretrained(folder, config=config, dtype=getattr(torch, chosen["dtype"])).train()
     freeze(model, chosen["frozen"])
-    if chosen["lora"]:
-        model = with_adapters(training.Script(lora=chosen["lora"]), model)
-    if chosen["checkpointing"]:
-        model.gradient_checkpointing_enable()
-        if chosen["lora"]:
-            model.enable_input_require_grads()
+    model = adapt(chosen, model)
     match chosen["made"]:
         case "before_prepare":
             optimizer = make_optimizer(chosen, model)

@@ -132,14 +132,17 @@ def test_around_a_split_linear(runs, spec, what):
     runs.compare(script, spec, runs.initial("llama", **changes), what)
 
 
-def test_beside_the_linears_of_a_split_layer(runs):
-    """A tp rank would train on a part of the tokens what all ranks hold."""
-
+def check_refused(runs, error, words, spec, what):
     def refused():
-        with pytest.raises(SpecError, match="tp_size=2 .* PEFT works"):
-            script("tp=2", None, runs.initial("llama", **ODD), "norms")
+        with pytest.raises(error, match=words):
+            script(spec, None, runs.initial("llama", **ODD), what)
 
     run(refused, 2, init=False)
+
+
+def test_beside_the_linears_of_a_split_layer(runs):
+    """A tp rank would train on a part of the tokens what all ranks hold."""
+    check_refused(runs, SpecError, "tp_size=2 .* PEFT works", "tp=2", "norms")
 
 
 OTHER = [("tp=2", "dropped"), ("tp=2", "turned")]
@@ -153,9 +156,4 @@ def test_other_layers(runs, spec, what):
 
 def test_other_layers_than_stages_were_cut_from(runs):
     """Stages would go on with those layers, as if the script had changed nothing."""
-
-    def refused():
-        with pytest.raises(NotImplementedError, match="pp_size=2: .* layers .* pp_size=1 works"):
-            script("pp=2", None, runs.initial("llama", **ODD), "wrapped")
-
-    run(refused, 2, init=False)
+    check_refused(runs, NotImplementedError, "pp_size=2: .* layers .* pp_size=1 works", "pp=2", "wrapped")

@@ -164,6 +164,25 @@ def test_modules_are_changed_after_a_look(runs, spec, adapted, how):
     check_numbers(ranks, run_alone_once(train_what_modules_have, None, runs.initial("llama"), how, adapted))
 
 
+def write_into_rounded(spec: str, folder: str, precision: str) -> None:
+    """A loop that runs the model without a backward pass, writes into a module's weight, and runs it again."""
+    activate(spec)
+    accelerator, model = Accelerator(cpu=True, mixed_precision=precision), AutoModelForCausalLM.from_pretrained(folder)
+    model = accelerator.prepare(model)
+    ids = torch.arange(66).view(2, 33)
+    model(input_ids=ids, labels=ids)
+    with torch.no_grad():
+        accelerator.unwrap_model(model).lm_head.weight[:7] *= 0.5
+    with pytest.raises(NotImplementedError, match=r"Linear.weight .* rounded copy .* model.parameters\(\)"):
+        model(input_ids=ids, labels=ids)
+
+
+@pytest.mark.parametrize(("spec", "precision"), [("dp_shard=2", "bf16"), ("dp_shard=2,quantize_weights=int8", "no")])
+def test_rounded_weights_are_not_written_back(runs, spec, precision):
+    """All other rows would be rounded, too."""
+    run(write_into_rounded, 2, spec, runs.initial("llama"), precision, init=False)
+
+
 class Scored(torch.nn.Module):
     """A model, and a factor of the script's own."""
 

@@ -5,7 +5,7 @@ no backward pass follows, a script finds copies in the model until the next forw
 
     module.parameters(), named_parameters()     give stored parameters (hooks/own_loops.py)
     module.weight.requires_grad_(False)         is carried to the stored one when the copy is dropped
-    nn.init.normal_(module.weight), .data = x   are written to this rank's part of it then
+    nn.init.normal_(module.weight), .data = x   are written to this rank's part of it then; refused of rounded copies
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.axes.data.units import get_state_of, iterate_parameter_groups
+from hf_parallel.axes.data.compressed import GatherWeights
+from hf_parallel.axes.data.units import get_groups_of, get_state_of, iterate_parameter_groups
 from hf_parallel.ranks.mesh import STORED, get_stored, is_copy
 
 if TYPE_CHECKING:
@@ -41,9 +42,10 @@ def follow_copies(root: nn.Module) -> None:
 def find_resting_parameter(parameter: nn.Parameter) -> nn.Parameter:
     """Return the stored parameter in the place of a copy, but while the model runs, which computes with copies."""
     held = getattr(parameter, STORED, None)
-    if held is None or vars(held)[_FOLLOWS].runs or vars(held)[_FOLLOWS].is_scheduled:
+    if held is None:
         return parameter
-    return held.sharded_param
+    followed = vars(held)[_FOLLOWS]
+    return parameter if followed.runs or followed.is_scheduled else held.sharded_param
 
 
 class Copy(nn.Parameter):
@@ -125,17 +127,28 @@ class _Followed:
             return
         if _count_changes(copy) == self.version or whole.data_ptr() == part.data_ptr():
             return
+        why = None
         if _count_changes(self.held.sharded_param) != self.stored_version:
+            why = "and as one of model.parameters(), too"
+        elif not self._is_exact(whole, part):
+            why = f"where it is a rounded copy ({whole.dtype}) of what is stored ({part.dtype})"
+        if why is not None:
             owner = self.held._module_info
             raise NotImplementedError(
                 f"hf_parallel: {type(owner.module).__name__}.{owner.param_name} was written to after a forward pass "
-                "without a backward pass, by itself and as one of model.parameters(); one of both works"
+                f"without a backward pass, {why}; a write to one of model.parameters() alone works"
             )
         mesh, dim = self.held.mesh_info, self.held.fsdp_placement.dim
         parts = whole.chunk(mesh.shard_mesh_size, dim)
         with torch.no_grad():
             if mesh.shard_mesh_rank < len(parts):
                 part.copy_(parts[mesh.shard_mesh_rank])
+
+    def _is_exact(self, whole: torch.Tensor, part: torch.Tensor) -> bool:
+        """Does the copy have the very numbers that are stored? Mixed precision and quantised gathers round them."""
+        gathers = [group._all_gather_comm for group in get_groups_of(self.state._modules[0])]
+        rounds = any(isinstance(gather, GatherWeights) and gather.kind != "none" for gather in gathers)
+        return type(whole) in (Copy, torch.Tensor) and whole.dtype == part.dtype and not (rounds and whole.ndim > 1)
 
 
 def _count_changes(parameter: torch.Tensor) -> int:
