@@ -31,7 +31,7 @@ def loss_of(model: torch.nn.Module, ids: torch.Tensor, how: str) -> torch.Tensor
 def train(spec: str | None, folder: str, how: str) -> list[float]:
     """Losses and gradient norms of three steps; all data ranks have the same rows."""
     accelerator, model, optimizer = prepare_loop(spec, folder)
-    ids, found = torch.arange(66).view(2, 33), []
+    ids, found = torch.arange(66, device=model.device).view(2, 33), []
     for _ in range(3):
         found += take_step(accelerator, model, optimizer, loss_of(model, ids, how))
     return found
@@ -56,7 +56,7 @@ def test_numbers_of_one_process(runs, spec, how):
 def train_what_is_left(spec: str | None, folder: str) -> list[float]:
     """A loop that runs the model, then freezes a part of it, and runs it again before it thaws the part."""
     accelerator, model, optimizer = prepare_loop(spec, folder)
-    ids, found = torch.arange(66).view(2, 33), []
+    ids, found = torch.arange(66, device=model.device).view(2, 33), []
     for trains in (False, True):
         found.append(float(model(input_ids=ids, labels=ids).loss.detach()))
         for name, parameter in model.named_parameters():
@@ -89,7 +89,7 @@ def change(parameter: torch.nn.Parameter, how: str) -> None:
 def train_what_is_changed(spec: str | None, folder: str, how: str) -> list[float]:
     """A loop that runs the model with gradients and no backward pass, then makes an optimizer and writes."""
     accelerator, model, _ = prepare_loop(spec, folder)
-    ids = torch.arange(66).view(2, 33)
+    ids = torch.arange(66, device=model.device).view(2, 33)
     found = [float(model(input_ids=ids, labels=ids).loss.detach())]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(3)
@@ -133,7 +133,7 @@ def train_what_modules_have(spec: str | None, folder: str, how: str, adapted: bo
     if adapted:
         model = get_peft_model(model, LoraConfig(r=3, target_modules="all-linear", modules_to_save=["lm_head"]))
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    ids, found = torch.arange(66).view(2, 33), []
+    ids, found = torch.arange(66, device=model.device).view(2, 33), []
     for step in range(4):
         kept = model(input_ids=ids, labels=ids).loss
         found.append(float(kept.detach()))
@@ -169,7 +169,7 @@ def write_into_rounded(spec: str, folder: str, precision: str) -> None:
     activate(spec)
     accelerator, model = Accelerator(cpu=True, mixed_precision=precision), AutoModelForCausalLM.from_pretrained(folder)
     model = accelerator.prepare(model)
-    ids = torch.arange(66).view(2, 33)
+    ids = torch.arange(66, device=model.device).view(2, 33)
     model(input_ids=ids, labels=ids)
     with torch.no_grad():
         accelerator.unwrap_model(model).lm_head.weight[:7] *= 0.5
@@ -201,7 +201,7 @@ def answer_and_train(spec: str | None, folder: str) -> list[float]:
     model = Scored(AutoModelForCausalLM.from_pretrained(folder))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
-    ids, found = torch.arange(66).view(2, 33), []
+    ids, found = torch.arange(66, device=model.device).view(2, 33), []
     for _ in range(3):
         inner = accelerator.unwrap_model(model).inner
         answers = inner.generate(ids[:, :7], max_new_tokens=3, do_sample=False)
@@ -244,7 +244,7 @@ def train_heads(spec: str | None, folder: str) -> list[float]:
     model = Heads(AutoModelForCausalLM.from_pretrained(folder))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
-    ids, found = torch.arange(66).view(2, 33), []
+    ids, found = torch.arange(66, device=model.device).view(2, 33), []
     for _ in range(3):
         logits = model(ids)
         losses = [
