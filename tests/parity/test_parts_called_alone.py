@@ -201,7 +201,7 @@ def answer_and_train(spec: str | None, folder: str) -> list[float]:
     model = Scored(AutoModelForCausalLM.from_pretrained(folder))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
-    ids, found = torch.arange(66, device=model.device).view(2, 33), []
+    ids, found = torch.arange(66, device=accelerator.device).view(2, 33), []
     for _ in range(3):
         inner = accelerator.unwrap_model(model).inner
         answers = inner.generate(ids[:, :7], max_new_tokens=3, do_sample=False)
@@ -244,7 +244,7 @@ def train_heads(spec: str | None, folder: str) -> list[float]:
     model = Heads(AutoModelForCausalLM.from_pretrained(folder))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
-    ids, found = torch.arange(66, device=model.device).view(2, 33), []
+    ids, found = torch.arange(66, device=accelerator.device).view(2, 33), []
     for _ in range(3):
         logits = model(ids)
         losses = [
