@@ -23,7 +23,7 @@ from hf_parallel.checkpoint.folder import LAYOUT
 from hf_parallel.checkpoint.hub_format import Entry, Group, make_hub_groups
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor, make_lazy_tensor
 from hf_parallel.checkpoint.manifest import find_damages, has_manifest
-from hf_parallel.checkpoint.resume import has_optimizer, write_plain
+from hf_parallel.checkpoint.resume import refuse_unplain_state, write_plain
 from hf_parallel.checkpoint.saving import CheckpointError, Saving, TensorFile
 from hf_parallel.checkpoint.slices import Part, read_part
 from hf_parallel.checkpoint.weights import convert_tensors, open_folder, split_into_files, write_index
@@ -95,19 +95,27 @@ def export_checkpoint(
             json.dump(config, file, indent=2, sort_keys=True)
 
 
-def export_run(checkpoint: str, out: str) -> None:
-    """Write what plain Trainer resumes from beside the model, as it does itself. Needs the memory of the moments.
+def find_data_ranks(checkpoint: str) -> list[int]:
+    """Return the data rank of each rank that wrote a checkpoint from which `export_run` can write one.
 
     Raises:
         ValueError: no layout has written the checkpoint, or its optimizer's state is not known to others.
     """
     try:
         with open(os.path.join(checkpoint, LAYOUT), encoding="utf-8") as file:
-            shares = json.load(file)["data_ranks"]
+            shares: list[int] = json.load(file)["data_ranks"]
     except FileNotFoundError:
         raise ValueError(f"--trainer: {checkpoint} is plain Trainer's already") from None
-    if not has_optimizer(checkpoint):
-        raise ValueError(f"--trainer: {checkpoint} has no optimizer's state; without --trainer the model is written")
+    refuse_unplain_state(checkpoint)
+    return shares
+
+
+def export_run(checkpoint: str, out: str, shares: list[int]) -> None:
+    """Write what plain Trainer resumes from beside the model, as it does itself. Needs the memory of the moments.
+
+    Args:
+        shares: what `find_data_ranks` gives of the checkpoint.
+    """
     write_plain(checkpoint, out)
     # Processes of plain Trainer are data ranks.
     names = {f"rng_state_{share}.pth": f"rng_state_{shares.index(share)}.pth" for share in set(shares)}

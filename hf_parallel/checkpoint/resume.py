@@ -380,17 +380,24 @@ def _find_unplain_kind(kind: str | None) -> str | None:
     return None
 
 
-def write_plain(directory: str, out: str) -> None:
-    """Write the optimizer's state in `directory` as plain Trainer does: parameters by number, in one file.
+def refuse_unplain_state(directory: str) -> None:
+    """Refuse what `write_plain` cannot write of a checkpoint.
 
     Raises:
-        ValueError: an optimizer whose state is not kept as that optimizer keeps it.
+        ValueError: no state, or one of an optimizer that does not keep it so.
     """
+    if not has_optimizer(directory):
+        raise ValueError(f"--trainer: {directory} has no optimizer's state; without --trainer the model is written")
     with contextlib.ExitStack() as stack:
-        saved = _read_saved_state(os.path.join(directory, FOLDER), stack)
-        if (reason := _find_unplain_kind(saved.kind)) is not None:
-            raise ValueError(f"--trainer: {reason}")
-        plain = _number_states(saved)
+        kind = _read_saved_state(os.path.join(directory, FOLDER), stack).kind
+    if (reason := _find_unplain_kind(kind)) is not None:
+        raise ValueError(f"--trainer: {reason}")
+
+
+def write_plain(directory: str, out: str) -> None:
+    """Write the optimizer's state in `directory` as plain Trainer does: parameters by number, in one file."""
+    with contextlib.ExitStack() as stack:
+        plain = _number_states(_read_saved_state(os.path.join(directory, FOLDER), stack))
     torch.save(plain, os.path.join(out, PLAIN))
 
 

@@ -40,6 +40,7 @@ def run_export(args: argparse.Namespace) -> int:
             if args.trainer and (args.dtype or args.merge_adapter):
                 kept = "--trainer: a run goes on with the weights it has; drop --dtype and --merge-adapter"
                 raise ValueError(kept)
+            shares = exporting.find_data_ranks(args.checkpoint) if args.trainer else []
             say(f"writing {args.out}")
             dtype = None if args.dtype is None else exporting.DTYPES[args.dtype]
             exporting.export_checkpoint(
@@ -47,7 +48,7 @@ def run_export(args: argparse.Namespace) -> int:
             )
             if args.trainer:
                 say("writing the optimizer's states")
-                exporting.export_run(args.checkpoint, args.out)
+                exporting.export_run(args.checkpoint, args.out, shares)
         if args.push_to_hub is not None:
             from huggingface_hub import HfApi
 

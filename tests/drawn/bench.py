@@ -68,6 +68,12 @@ OF_NOISE = 10.0
 TOLD = re.compile(r"is taken for a mean over rows")
 
 
+def _parts_of(chosen: Choices, spec: str) -> list[tuple[str, str | None]]:
+    """The parts of a run, and where each of them runs."""
+    stops = [("before", spec), ("after", chosen.get("resumes_on") or spec)]
+    return stops if chosen.get("resumes") else [("whole", spec)]
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of script.
@@ -80,6 +86,7 @@ class Kind:
         tolerances: of numbers, relative, and of weights.
         leaves_out: is a number, by its name and key, not compared under these choices?
         left_out: axes and keys that no layout of such scripts has.
+        parts: `parts(chosen, spec)` gives what runs one after another, each with its layout, None for one process.
         write: `write(model, folder)` writes an untrained model.
         size: by a number's key, how large what it is the difference of may be: a tolerance is relative to that.
     """
@@ -92,6 +99,7 @@ class Kind:
     size: Callable[[str], float] = lambda key: 0.0
     write: Callable[[str, str], None] = lambda model, folder: models.build(model).save_pretrained(folder)
     left_out: tuple[str, ...] = ()
+    parts: Callable[[Choices, str], list[tuple[str, str | None]]] = _parts_of
 
     @property
     def plain(self) -> Choices:
@@ -162,7 +170,7 @@ class Bench:
         have noise of the size of rounding; of no script one process fails, too.
         """
         out, folder, script = f"{self.root}/out", self.initial(chosen["model"]), self.kind.script
-        parts = ("before", "after") if chosen.get("resumes") else ("whole",)
+        parts = self.kind.parts(chosen, spec)
         shutil.rmtree(out, ignore_errors=True)
         try:
             # A run that is not stopped: one process that is resumed may go on in another order.
@@ -170,8 +178,7 @@ class Bench:
         except RankFailure as failure:
             return "no script", [_last_line(failure)]
         try:
-            for part in parts:
-                layout = (part == "after" and chosen.get("resumes_on")) or spec
+            for part, layout in parts:
                 call = partial(script, chosen, folder, f"{out}/ranks", layout, part)
                 ranks = run(call, axes(layout)["world"], init=False)
         except RankFailure as failure:
@@ -181,7 +188,7 @@ class Bench:
         found = self.compare(ranks, reference, chosen)
         if found and chosen.get("resumes"):
             # One process may lose what a layout loses, such as trained weights that no adapter's file has.
-            for part in parts:
+            for part, _ in parts:
                 resumed = run_alone(script, chosen, folder, f"{out}/resumed", None, part)
             found = self.compare(ranks, resumed, chosen) and found
         lines = [line for rank in ranks for line in rank.get("told", []) if TOLD.search(line)]

@@ -86,9 +86,15 @@ def refused(*arguments: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("what", "words"), [("damage", "is damaged: model.safetensors has"), ("merge", "--merge-adapter")]
+    ("what", "words"),
+    [
+        ("damage", "is damaged: model.safetensors has"),
+        ("merge", "--merge-adapter"),
+        ("trainer", "is plain Trainer's already"),
+    ],
 )
 def test_refusals(runs, tmp_path, capfd, what, words):
+    """Nothing is written."""
     from hf_parallel.checkpoint.manifest import write_manifest
 
     source = tmp_path / "source"
@@ -96,9 +102,10 @@ def test_refusals(runs, tmp_path, capfd, what, words):
     write_manifest(str(source), {})
     if what == "damage":
         os.truncate(source / "model.safetensors", 1000)
-    extra = ["--merge-adapter"] if what == "merge" else []
+    extra = {"merge": ["--merge-adapter"], "trainer": ["--trainer"]}.get(what, [])
     assert run_alone(refused, str(source), str(tmp_path / "out"), *extra) == 2
     assert words in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def pushed(source: str, out: str) -> list:
