@@ -37,7 +37,7 @@ from hf_parallel.checkpoint import gather_state_dict, join_current_save, save_pr
 from hf_parallel.checkpoint.hub_format import list_tied_names
 from hf_parallel.checkpoint.weights import copy_part
 from hf_parallel.model.anatomy import get_backbone_of
-from hf_parallel.model.calls import bind_by_name, has_cache
+from hf_parallel.model.calls import CACHES, bind_by_name
 from hf_parallel.ranks import assert_all_ranks, messages
 from hf_parallel.ranks.desync import LIBRARIES
 from hf_parallel.ranks.mesh import ParallelMesh, get_stored
@@ -274,8 +274,13 @@ def _generate_from_gathered(
 def _generate_without_cache(pipeline: PipelineEngine, model: PreTrainedModel, *args: Any, **kwargs: Any) -> object:
     """Generate through a pipeline: every token runs the whole sequence, as stages keep no key/value cache."""
     mesh = pipeline.mesh
-    if has_cache(kwargs) or kwargs.get("use_cache"):
-        raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; leave use_cache out")
+    settings = kwargs.get("generation_config") or next(iter(args[1:2]), None) or model.generation_config
+    needing = (*CACHES, "assistant_model", "prompt_lookup_num_tokens", "prefill_chunk_size")
+    asked = [name for name in needing if kwargs.get(name, getattr(settings, name, None)) is not None]
+    if asked:
+        raise NotImplementedError(
+            f"hf_parallel: {asked[0]} needs a key/value cache, which a pipelined model does not keep; leave it out"
+        )
     if mesh.data_size > 1:
         # Data ranks stop together, as their stages gather weights together; Seq2SeqTrainer says False.
         kwargs["synced_gpus"] = True

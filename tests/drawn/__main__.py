@@ -10,7 +10,7 @@ differs is made simpler, choice by choice, for as long as it differs.
 import argparse
 import traceback
 
-from tests.drawn import actions, embed, loops, losses, moves, online, seq2seq, trainers, trl_scripts
+from tests.drawn import actions, embed, generations, loops, losses, moves, online, seq2seq, trainers, trl_scripts
 from tests.drawn.bench import Bench, draw_layout
 
 KINDS = {
@@ -18,6 +18,7 @@ KINDS = {
     "trainers": trainers.KIND,
     "loops": loops.KIND,
     "losses": losses.KIND,
+    "generations": generations.KIND,
     "moves": moves.KIND,
     "seq2seq": seq2seq.KIND,
     "embed": embed.KIND,

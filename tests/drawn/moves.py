@@ -69,8 +69,10 @@ def fit(chosen: Choices) -> Choices:
     if fitted["dataloader_drop_last"]:
         fitted |= dict.fromkeys((name for name in fitted if name.startswith("accumulates")), 1)
     for number in MOVES:
-        if fitted["data"] == "stream" and fitted[f"place_{number}"] is None:
-            fitted[f"place_{number}"] = "tp=1"  # plain Trainer trains on some rows twice
+        # Plain Trainer alone trains on some rows of streams twice, and loads no weights of the Hub's names.
+        unlike = fitted["data"] == "stream" or fitted["model"] in ("gpt_neox", *EXPERTS)
+        if unlike and fitted[f"place_{number}"] is None:
+            fitted[f"place_{number}"] = "tp=1"
         if fitted["model"] not in EXPERTS and fitted[f"place_{number}"]:
             fitted[f"place_{number}"] = fitted[f"place_{number}"].replace(",ep=2", "")
     return {**{name: fitted[name] for name in CHOICES}, "resumes": True}

@@ -207,6 +207,21 @@ def test_generation_and_outputs_are_whole():
             assert torch.allclose(ours, theirs, atol=1e-5)  # fp32 numbers of size 1
 
 
+def attentions(spec: str) -> object:
+    import hf_parallel
+
+    model = models.build("llama", attn_implementation="eager").eval()
+    hf_parallel.parallelize(model, spec)
+    how = {"max_new_tokens": 2, "return_dict_in_generate": True, "output_attentions": True, "use_cache": True}
+    return model.generate(torch.arange(14).view(2, 7), **how).attentions
+
+
+def test_scores_of_a_generation_are_refused():
+    """A generation was cut nowhere, and gave None for them."""
+    with pytest.raises(RankFailure, match="output_attentions=True needs whole matrices of scores; cp_size=1 works"):
+        run(attentions, 2, "cp=2,context_parallel=ring")
+
+
 class Sent:
     """Counts the bytes that this rank sends to other cp ranks, forward and backward, and the all-to-alls."""
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from hf_parallel import parallelize
 from hf_parallel.ask.keys.pipeline import SCHEDULES
@@ -13,7 +14,7 @@ from hf_parallel.axes.pipeline.script_loss import find_plan, run_plan
 from hf_parallel.axes.pipeline.unscheduled import serve_script
 from tests import models
 from tests.counting import CountCollectives
-from tests.distributed import run, run_alone
+from tests.distributed import RankFailure, run, run_alone
 from tests.training import Script, over
 
 SEVERAL = [name for name in SCHEDULES if name not in ("1f1b", "gpipe")]
@@ -214,9 +215,19 @@ def generate(spec: str | None, **how) -> list[list[int]]:
 
 @pytest.mark.parametrize("spec", ["pp=2", "tp=2,pp=2", "pp=2,dp_shard=2", "pp=2,pipeline_schedule=zbv_zero_bubble"])
 def test_generation(spec):
+    """Also of a script that asks for a cache, which changes no token."""
     expected = run_alone(generate, None, do_sample=False)
-    for tokens in run(generate, 2 * (1 + ("," in spec and "schedule" not in spec)), spec, do_sample=False):
+    ranks = 2 * (1 + ("," in spec and "schedule" not in spec))
+    for tokens in run(generate, ranks, spec, do_sample=False, use_cache=spec != "pp=2"):
         assert tokens == expected
+
+
+@pytest.mark.parametrize("asked", ["prompt_lookup_num_tokens", "prefill_chunk_size"])
+@pytest.mark.parametrize("in_config", [False, True])
+def test_what_needs_a_cache_is_refused(asked, in_config):
+    how = {"generation_config": GenerationConfig(**{asked: 2})} if in_config else {asked: 2}
+    with pytest.raises(RankFailure, match=f"{asked} needs a key/value cache.*leave it out"):
+        run(generate, 2, "pp=2", **how)
 
 
 def test_sampled_tokens_agree_on_all_stages():

@@ -175,6 +175,9 @@ class SequenceCut:
     def _run_backbone(self, module: PreTrainedModel, forward: Callable, names: list[str], batch: Batch) -> ModelOutput:
         if not self._batch:  # the script's own call
             self._refuse_cache_in_training(batch)
+        asked = batch.get("output_attentions")
+        if getattr(module.config, "output_attentions", False) if asked is None else asked:
+            raise ValueError("hf_parallel: output_attentions=True needs whole matrices of scores; cp_size=1 works")
         if self._is_generation(batch):
             return forward(**batch)
         mask = batch.get("attention_mask")
@@ -183,9 +186,6 @@ class SequenceCut:
                 "hf_parallel: an attention_mask of queries by keys cannot be cut along the sequence; a mask of tokens "
                 "[rows, length], or cp_size=1, works"
             )
-        asked = batch.get("output_attentions")
-        if getattr(module.config, "output_attentions", False) if asked is None else asked:
-            raise ValueError("hf_parallel: output_attentions=True needs whole matrices of scores; cp_size=1 works")
         layout = self._find_layout(batch)
         for layer in module.modules():  # checkpointed ones keep the output of their attention
             settings = find_checkpoint_settings(layer) if getattr(layer, "gradient_checkpointing", False) else None
