@@ -1,13 +1,14 @@
-"""A sharded model without a head gives its layers' hidden states, as in one process."""
+"""A model's layers give their hidden states, as in one process."""
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoModel
 
 import hf_parallel
 from tests import models
-from tests.distributed import run
-from tests.training import activate
+from tests.distributed import run, run_alone
+from tests.training import activate, axes
 
 
 def states():
@@ -24,6 +25,53 @@ def states():
 def test_hidden_states_over_data_ranks():
     alone, sharded = run(states, 2, init=False)[0]
     torch.testing.assert_close(sharded, alone, rtol=1e-5, atol=1e-6)  # the same operations
+
+
+def read_states(spec: str | None, name: str, asked: object) -> tuple[list[torch.Tensor], dict[str, float]]:
+    """Hidden states, and gradient norms by name of a loss of them; 33 tokens, which no number of ranks divides."""
+    activate(spec)
+    model = models.build(name).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    if spec:
+        hf_parallel.parallelize(model, spec)
+    tokens = torch.arange(4, 70).view(2, 33)
+    batch = {"input_ids": tokens, **({"decoder_input_ids": tokens[:, :7]} if name in ("t5", "bart") else {})}
+    outputs = model(**batch, output_hidden_states=asked)
+    parts = [outputs.get(key) or () for key in ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")]
+    states = [state for part in parts for state in part if state is not None]
+    loss = sum((state * torch.linspace(-1, 1, state.shape[1])[:, None]).square().mean() for state in states)
+    loss.backward()
+    norms = {key: norm_of(p.grad) for key, p in model.named_parameters() if p.grad is not None}
+    return [state.detach() for state in states], norms
+
+
+def norm_of(gradient: torch.Tensor) -> float:
+    return float(gradient.full_tensor().norm() if isinstance(gradient, DTensor) else gradient.norm())
+
+
+NAMES = ("llama", "gpt2", "mixtral", "bert", "t5", "bart")
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "asked"),
+    [
+        *((spec, name, True) for spec in ("tp=2", "tp=4") for name in NAMES),
+        *(("tp=2,cp=2", name, True) for name in ("llama", "gpt2")),
+        ("dp_shard=2,tp=2", "llama", True),
+        ("tp=4,tp_mesh=2x2", "llama", True),
+        ("tp=2", "llama", 1),
+        ("tp=2", "llama", [0, 2, -1]),
+    ],
+)
+def test_hidden_states_over_heads(spec, name, asked):
+    """Between layers a rank has its tokens alone."""
+    alone, norms = run_alone(read_states, None, name, asked)
+    states, ours = run(read_states, axes(spec)["world"], spec, name, asked, init=False)[-1]
+    assert len(states) >= (1 if asked == 1 else 3)
+    torch.testing.assert_close(states, alone, rtol=1e-5, atol=1e-5)  # sums over heads in another order
+    assert ours == pytest.approx(norms, rel=1e-4, abs=1e-7)  # the same, and over tokens
 
 
 def asked_by_config():

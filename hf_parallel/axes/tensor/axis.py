@@ -505,8 +505,8 @@ class Tensor(Axis["SplitFacts", TensorPart]):
         if part.whole_sequences is None:
             assert building.sequence_flag is not None
             for reader in find_token_readers(model):
-                size, caches = building.mesh.size("tp"), building.pipeline is None
-                pad_sequences_of_reader(reader, size, building.sequence_flag, caches)
+                group, caches = building.mesh.group("tp"), building.pipeline is None
+                pad_sequences_of_reader(reader, group, building.sequence_flag, caches)
 
 
 def _gather_whole_tokens(building: Building, tensor: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -156,14 +156,18 @@ def _join_output(
 # ---- lengths that tp does not divide ----------------------------------------------------------------------------
 
 
-def pad_sequences_of_reader(reader: nn.Module, multiple: int, switch: SequenceParallelFlag, caches: bool) -> None:
+def pad_sequences_of_reader(
+    reader: nn.Module, group: dist.ProcessGroup, switch: SequenceParallelFlag, caches: bool
+) -> None:
     """Pad to a multiple of tp around the forward of a module that reads tokens: before the pipeline is attached.
+
+    Hidden states that a call asks for are joined there: those between layers are of a rank's tokens.
 
     Args:
         caches: whether the model may keep a key/value cache. Calls with one (generation) run with whole sequences:
             their steps are one token long, and padding would stay in it. Under a pipeline there is none.
     """
-    forward = reader.forward
+    forward, multiple = reader.forward, group.size()
     names = list(inspect.signature(forward).parameters)
     bidirectional = any(getattr(module, "is_causal", True) is False for module in reader.modules())
 
@@ -181,12 +185,12 @@ def pad_sequences_of_reader(reader: nn.Module, multiple: int, switch: SequencePa
         if tokens is None:
             return forward(**batch)
         if tokens.shape[1] % multiple == 0:
-            return _cut_padding(forward(**batch), tokens.shape[1], 0)
+            return _cut_padding(_join_states(forward(**batch), tokens.shape[1], group), tokens.shape[1], 0)
         shape, extra = tokens.shape[:2], -tokens.shape[1] % multiple
         switch.padding = shape[1], extra
         with hold_tokens(shape, lambda whole: F.pad(whole, (0, 0, 0, extra))):
             outputs = forward(**_pad_batch(batch, shape, extra, bidirectional))
-        return _cut_padding(outputs, shape[1], extra)
+        return _cut_padding(_join_states(outputs, shape[1], group), shape[1], extra)
 
     reader.forward = padded
 
@@ -235,6 +239,23 @@ def _pad_mask(mask: object, length: int, extra: int) -> torch.Tensor | None:
         )
     closed, open = (torch.finfo(mask.dtype).min, 0.0) if mask.is_floating_point() else (0, 1)
     return F.pad(F.pad(mask, (0, extra), value=closed), (0, 0, 0, extra), value=open)
+
+
+def _join_states(outputs: ModelOutput, length: int, group: dist.ProcessGroup) -> ModelOutput:
+    """Let hidden states [rows, tokens, width] of each layer be those of all `length` tokens, without padding."""
+
+    def join(state: object) -> object:
+        if not torch.is_tensor(state) or state.dim() != 3:
+            return state
+        whole = join_sequence(state, group) if state.shape[1] * group.size() == padded else state
+        return whole[:, :length] if whole.shape[1] == padded else whole
+
+    padded = length + -length % group.size()
+    if isinstance(outputs, tuple):
+        return tuple(tuple(map(join, part)) if isinstance(part, tuple) else part for part in outputs)
+    if isinstance(outputs.get("hidden_states"), tuple):
+        outputs["hidden_states"] = tuple(map(join, outputs["hidden_states"]))
+    return outputs
 
 
 def _cut_padding(outputs: ModelOutput, length: int, extra: int) -> object:

@@ -103,18 +103,13 @@ def apply_tensor_parallel(
             else:
                 put_mixin_on(module, PartialGradient, region)
         region.owner.register_forward_hook(region.close, always_call=True)
-    model.register_forward_pre_hook(functools.partial(_refuse_partial_outputs, switch), with_kwargs=True)
+    model.register_forward_pre_hook(_refuse_attentions, with_kwargs=True)
 
 
-def _refuse_partial_outputs(switch: SequenceParallelFlag, model: nn.Module, args: tuple, kwargs: dict) -> None:
-    """Refuse outputs of which each rank would have a part that looks whole."""
-    wanted = {
-        key for key in ("output_attentions", "output_hidden_states") if kwargs.get(key, getattr(model.config, key))
-    }
-    if "output_attentions" in wanted:
+def _refuse_attentions(model: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Refuse scores of which each rank would have those of its heads."""
+    if kwargs.get("output_attentions", model.config.output_attentions):
         raise NotImplementedError("hf_parallel: output_attentions=True needs all heads on one rank; tp_size=1 works")
-    if wanted and switch.on:
-        raise NotImplementedError("hf_parallel: output_hidden_states=True needs sequence_parallel=false")
 
 
 def retie(model: nn.Module, by_script: dict[str, str] | None = None) -> None:
