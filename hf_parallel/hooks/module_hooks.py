@@ -15,6 +15,7 @@ import torch
 
 from hf_parallel.apply.weights import list_parallel_models
 from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.data.units import let_kept_outputs_gather
 from hf_parallel.axes.tensor.layers import ColumnParallel, RowParallel, SharedHeads
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.patching import patch
@@ -32,11 +33,16 @@ if TYPE_CHECKING:
     "sees a rank's part of the tokens, in silence",
 )
 def register_hook_on_module(original: Callable, self: nn.Module, *args: object, **kwargs: object) -> object:
-    """Print a line if a script's hook will see a part of the tokens that its module sees in one process."""
+    """Print a line if a script's hook will see a part of the tokens that its module sees in one process.
+
+    What it keeps of a module may be all that a loss reads: gradients of that gather weights, too.
+    """
     if _find_caller() not in LIBRARIES:
         for model in list_parallel_models():
             name = next((name for name, one in model.named_modules() if one is self), "")
             _tell_of_hook(model, name, type(self).__name__)
+            if name:
+                let_kept_outputs_gather(model, name)
     return original(self, *args, **kwargs)
 
 
@@ -66,6 +72,8 @@ def tell_of_earlier_hooks(model: nn.Module) -> Iterator[None]:
     yield
     for place, kind in hooked:
         _tell_of_hook(model, place, kind)
+        if place:
+            let_kept_outputs_gather(model, place)
 
 
 def _tell_of_hook(model: nn.Module, name: str | None, kind: str = "") -> None:

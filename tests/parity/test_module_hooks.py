@@ -3,10 +3,11 @@
 import pytest
 import torch
 from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_parallel.hooks import report
-from tests.distributed import run
+from tests.distributed import run, run_alone
 from tests.training import activate, axes
 
 
@@ -69,3 +70,50 @@ def hook_before(folder: str, spec: str, kind: str) -> list[str]:
 def test_earlier_hooks_are_told_of(runs, kind, spec, said):
     for lines in run(hook_before, 2, runs.initial("llama", vocab_size=515), spec, kind, init=False):
         assert [said is not None and said in line for line in lines] == [True] * (said is not None)
+
+
+def train_through_hooks(folder: str, spec: str | None, earlier: bool) -> dict[str, float]:
+    """Gradient norms by name of a loss that reads only what hooks have kept of layers' parts, in the second of two."""
+    activate(spec)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model.load_state_dict(AutoModelForCausalLM.from_pretrained(folder).state_dict())
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> None:
+        kept[module.hidden_size] = output  # one place: the last layer's stays
+
+    def hook_layers() -> None:
+        for module in model.modules():
+            if type(module).__name__ == "LlamaMLP":
+                module.register_forward_hook(keep)
+
+    if earlier:
+        hook_layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = Accelerator().prepare(model, optimizer)
+    if not earlier:
+        hook_layers()
+    tokens = torch.arange(66).view(2, 33)
+    for step in range(2):
+        model(input_ids=tokens)
+        (state,) = kept.values()
+        (state * torch.linspace(-1, 1, 33)[:, None]).square().mean().backward()
+        norms = {name: norm_of(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        if step == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return norms
+
+
+def norm_of(gradient: torch.Tensor) -> float:
+    return float(gradient.full_tensor().norm() if isinstance(gradient, DTensor) else gradient.norm())
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_shard=2,zero_stage=2", "dp_replicate=2"])
+def test_a_loss_of_what_a_hook_keeps(runs, spec, earlier):
+    """Nothing else of the layer is in the loss, so that no output of it asked for its weights."""
+    folder = runs.initial("llama", vocab_size=515)
+    expected = run_alone(train_through_hooks, folder, None, earlier)
+    for norms in run(train_through_hooks, 2, folder, spec, earlier, init=False):
+        assert norms == pytest.approx(expected, rel=1e-4)  # means of two ranks' sums

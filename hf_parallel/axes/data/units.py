@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils._pytree import tree_leaves
 
 from hf_parallel.ask.replaced import Replaced
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 #: Attribute of a root: the parameters that every data rank keeps whole, which are in no group.
 WHOLE = "_hf_parallel_whole_parameters"
-#: Mark of keys and values whose gradient gathers the weights of the layer that has computed them.
+#: Mark of tensors whose gradient gathers the weights of the unit that computed them, and of modules that give such.
 _GATHERS = "_hf_parallel_gathers"
 REPLACES = (
     Replaced(
@@ -288,11 +289,36 @@ def let_caches_gather(unit: FSDPModule) -> None:
         cache = next((value for value in given if hasattr(value, "get_seq_length")), None)
         for layer in getattr(cache, "layers", ()):
             for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
-                if torch.is_tensor(tensor) and tensor.grad_fn is not None and not hasattr(tensor, _GATHERS):
-                    setattr(tensor, _GATHERS, True)
-                    tensor.register_hook(state._pre_backward)
+                _let_gradient_gather(tensor, state)
 
     cast(nn.Module, unit).register_forward_hook(note_cache, with_kwargs=True)
+
+
+def let_kept_outputs_gather(root: nn.Module, name: str) -> None:
+    """Let gradients of what a module gives gather the weights of the unit around it, as do those of its outputs.
+
+    A script's hook keeps what the module gives, and a loss may reach the unit through that alone.
+    """
+    places = name.split(".")
+    around = [root.get_submodule(".".join(places[:depth])) for depth in range(len(places))]
+    unit = next((module for module in reversed(around) if isinstance(module, FSDPModule)), None)
+    module = root.get_submodule(name)
+    if unit is None or isinstance(module, FSDPModule) or hasattr(module, _GATHERS):
+        return
+    setattr(module, _GATHERS, True)
+    state = get_state_of(unit)
+
+    def note_output(module: nn.Module, args: tuple, output: object) -> None:
+        for tensor in tree_leaves(output):
+            _let_gradient_gather(tensor, state)
+
+    module.register_forward_hook(note_output)
+
+
+def _let_gradient_gather(tensor: object, state: FSDPState) -> None:
+    if torch.is_tensor(tensor) and tensor.grad_fn is not None and not hasattr(tensor, _GATHERS):
+        setattr(tensor, _GATHERS, True)
+        tensor.register_hook(state._pre_backward)
 
 
 def forget_gathered_memory(root: nn.Module) -> None:

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.axes.axis import SequenceParallelFlag
@@ -106,7 +107,7 @@ def apply_tensor_parallel(
     model.register_forward_pre_hook(_refuse_attentions, with_kwargs=True)
 
 
-def _refuse_attentions(model: nn.Module, args: tuple, kwargs: dict) -> None:
+def _refuse_attentions(model: PreTrainedModel, args: tuple, kwargs: dict) -> None:
     """Refuse scores of which each rank would have those of its heads."""
     if kwargs.get("output_attentions", model.config.output_attentions):
         raise NotImplementedError("hf_parallel: output_attentions=True needs all heads on one rank; tp_size=1 works")
