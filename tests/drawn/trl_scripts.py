@@ -204,6 +204,9 @@ def fit(trainer: str, chosen: Choices) -> Choices:
         chosen |= {"load_best_model_at_end": False, "callbacks": "none"}
     if chosen["dtype"] == "bfloat16" or chosen["bf16"]:
         chosen |= {"optim": "sgd"}
+    if chosen["model"] not in trainers.ADAPTED or chosen["model"] == "qwen2":
+        # Biases of keys have no gradient but rounding, which these make a step as large as any other.
+        plain |= {"optim"} if chosen["optim"] in ("adafactor", "adagrad", "rmsprop") else set()
     if trainer != "sft" and chosen["train_sampling_strategy"] == "group_by_length" or trainer == "kto":
         plain |= {"train_sampling_strategy"}
     if trainer == "sft":

@@ -140,8 +140,9 @@ def test_as_in_one_process(runs, kind, spec):
 @pytest.mark.parametrize("kind", sorted({*_WHOLE_KINDS, *LORA} - {*_OF_WHOLE_SEQUENCES, "activated"}))
 @pytest.mark.parametrize("spec", ["cp=2", "cp=2,dp_shard=2"])
 def test_parts_of_sequences(runs, kind, spec):
-    # A spectrum is drawn from a normal distribution: fp32 keeps its largest numbers, of size 3, to 2.4e-7.
-    tolerance = Tolerance(weights=3e-6) if kind == "FOURIERFT" else Tolerance()
+    # A spectrum is drawn from a normal distribution: fp32 keeps its largest numbers, of size 3, to 2.4e-7. Iterated
+    # factors, of size 0.4, start 6e-6 apart where a weight lies elsewhere in memory, in one process too.
+    tolerance = Tolerance(weights={"FOURIERFT": 3e-6, "pissa by iterations": 1e-5}.get(kind, Tolerance().weights))
     runs.compare(adapted, spec, kind, runs.initial("llama", num_hidden_layers=3), tolerance=tolerance)
 
 
