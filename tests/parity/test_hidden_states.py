@@ -27,10 +27,12 @@ def test_hidden_states_over_data_ranks():
     torch.testing.assert_close(sharded, alone, rtol=1e-5, atol=1e-6)  # the same operations
 
 
-def read_states(spec: str | None, name: str, asked: object) -> tuple[list[torch.Tensor], dict[str, float]]:
+def read_states(
+    spec: str | None, name: str, asked: object, kind: str = "hidden_states"
+) -> tuple[list[torch.Tensor], dict[str, float]]:
     """Hidden states, and gradient norms by name of a loss of them; 33 tokens, which no number of ranks divides."""
     activate(spec)
-    model = models.build(name).train()
+    model = models.build(name, **({"attn_implementation": "eager"} if kind == "attentions" else {})).train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -38,10 +40,10 @@ def read_states(spec: str | None, name: str, asked: object) -> tuple[list[torch.
         hf_parallel.parallelize(model, spec)
     tokens = torch.arange(4, 70).view(2, 33)
     batch = {"input_ids": tokens, **({"decoder_input_ids": tokens[:, :7]} if name in ("t5", "bart") else {})}
-    outputs = model(**batch, output_hidden_states=asked)
-    parts = [outputs.get(key) or () for key in ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")]
+    outputs = model(**batch, **{f"output_{kind}": asked})
+    parts = [outputs.get(key) or () for key in (kind, f"encoder_{kind}", f"decoder_{kind}", f"cross_{kind}")]
     states = [state for part in parts for state in part if state is not None]
-    loss = sum((state * torch.linspace(-1, 1, state.shape[1])[:, None]).square().mean() for state in states)
+    loss = sum((state * torch.linspace(-1, 1, state.shape[-2])[:, None]).square().mean() for state in states)
     loss.backward()
     norms = {key: norm_of(p.grad) for key, p in model.named_parameters() if p.grad is not None}
     return [state.detach() for state in states], norms
@@ -73,6 +75,26 @@ def test_hidden_states_over_heads(spec, name, asked):
     assert len(states) >= (1 if asked == 1 else 3)
     torch.testing.assert_close(states, alone, rtol=1e-5, atol=1e-5)  # sums over heads in another order
     assert ours == pytest.approx(norms, rel=1e-4, abs=1e-7)  # the same, and over tokens
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        *(("tp=2", name) for name in (*NAMES, "gpt_neox", "falcon", "bloom", "gemma3")),
+        ("tp=2,sequence_parallel=false", "llama"),
+        ("tp=4", "llama"),
+        ("dp_shard=2,tp=2", "qwen3"),
+        *(("dp_shard=2", name) for name in ("llama", "bart", "mixtral")),
+    ],
+)
+def test_scores(spec, name):
+    """A loss that reads scores alone, of attention or of routers, asks for no layer's output."""
+    kind = "router_logits" if (spec, name) == ("dp_shard=2", "mixtral") else "attentions"
+    alone, norms = run_alone(read_states, None, name, True, kind)
+    scores, ours = run(read_states, axes(spec)["world"], spec, name, True, kind, init=False)[-1]
+    assert len(scores) >= 2
+    torch.testing.assert_close(scores, alone, rtol=1e-5, atol=1e-6)  # probabilities
+    assert ours == pytest.approx(norms, rel=1e-4, abs=1e-7)
 
 
 def asked_by_config():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -17,6 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._pytree import tree_leaves
 
 from hf_parallel.ask.replaced import Replaced
+from hf_parallel.model.anatomy import find_reader_of_stack, find_stacks, find_text_part
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -313,6 +315,27 @@ def let_kept_outputs_gather(root: nn.Module, name: str) -> None:
             _let_gradient_gather(tensor, state)
 
     module.register_forward_hook(note_output)
+
+
+def let_scores_gather(model: nn.Module) -> None:
+    """Let gradients of scores of attention and of routers gather the weights of their layers.
+
+    A loss may read nothing else of these layers, whose outputs do not have the scores.
+    """
+
+    def note_scores(layers: nn.ModuleList, backbone: nn.Module, args: tuple, outputs: object) -> None:
+        for name in ("attentions", "cross_attentions", "router_logits"):
+            scores = getattr(outputs, name, None) or ()
+            for place, tensor in enumerate(scores):
+                # Where not all layers have some: any of them may have given these.
+                for layer in layers[place : place + 1] if len(scores) == len(layers) else layers:
+                    if isinstance(layer, FSDPModule) and torch.is_tensor(tensor) and tensor.grad_fn is not None:
+                        tensor.register_hook(get_state_of(layer)._pre_backward)
+
+    for stack in find_stacks(model):
+        backbone = find_reader_of_stack(find_text_part(model), stack)
+        if backbone is not None:
+            backbone.register_forward_hook(functools.partial(note_scores, stack.layers))
 
 
 def _let_gradient_gather(tensor: object, state: FSDPState) -> None:

@@ -46,6 +46,7 @@ from hf_parallel.axes.data.units import (
     iterate_parameter_groups,
     iterate_sharded_modules,
     let_caches_gather,
+    let_scores_gather,
     list_modules,
     separate_dtypes,
     shard_dim,
@@ -277,6 +278,7 @@ def shard_data_parallel(
     if root is model:  # a pipeline frees its stages itself
         model.register_forward_pre_hook(_gather_anew, prepend=True)
         model.register_forward_hook(_reshard_after_evaluation)
+        let_scores_gather(model)
         model.register_forward_hook(end_stopped_pass, always_call=True)
         _let_parts_run(model, blocks)
         if not keeps:

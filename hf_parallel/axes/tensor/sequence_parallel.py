@@ -242,7 +242,10 @@ def _pad_mask(mask: object, length: int, extra: int) -> torch.Tensor | None:
 
 
 def _join_states(outputs: ModelOutput, length: int, group: dist.ProcessGroup) -> ModelOutput:
-    """Let hidden states [rows, tokens, width] of each layer be those of all `length` tokens, without padding."""
+    """Let hidden states [rows, tokens, width] of each layer be those of all `length` tokens.
+
+    They and attention scores [rows, heads, queries, keys] are given without padding; keys of another stack have none.
+    """
 
     def join(state: object) -> object:
         if not torch.is_tensor(state) or state.dim() != 3:
@@ -255,6 +258,9 @@ def _join_states(outputs: ModelOutput, length: int, group: dist.ProcessGroup) ->
         return tuple(tuple(map(join, part)) if isinstance(part, tuple) else part for part in outputs)
     if isinstance(outputs.get("hidden_states"), tuple):
         outputs["hidden_states"] = tuple(map(join, outputs["hidden_states"]))
+    for name, keys in (("attentions", length), ("cross_attentions", None)):
+        if isinstance(outputs.get(name), tuple):
+            outputs[name] = tuple(part if part is None else part[:, :, :length, :keys] for part in outputs[name])
     return outputs
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -48,16 +48,23 @@ from hf_parallel.axes.tensor.layers import (
 )
 from hf_parallel.axes.tensor.region import READERS, Region, use_local_heads
 from hf_parallel.axes.tensor.whole_layers import WHOLE_STYLES
-from hf_parallel.model.anatomy import is_norm, make_packed_order, read_attention_heads
+from hf_parallel.model.anatomy import find_token_readers, is_norm, make_packed_order, read_attention_heads
 from hf_parallel.model.experts import ExpertFacts, read_expert_facts
 from hf_parallel.ranks import (
     copy_to_group,
     copy_weight_to_group,
     gather_sequence,
+    join_last_dim,
     reduce_from_group,
     reduce_scatter_sequence,
 )
 from hf_parallel.ranks.local import get_local, hold_other_tensors, with_added
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from transformers.utils import ModelOutput
+
+_NEEDS_ALL_HEADS = "hf_parallel: output_attentions=True needs all heads on one rank; tp_size=1 works"
 
 
 def apply_tensor_parallel(
@@ -104,13 +111,43 @@ def apply_tensor_parallel(
             else:
                 put_mixin_on(module, PartialGradient, region)
         region.owner.register_forward_hook(region.close, always_call=True)
-    model.register_forward_pre_hook(_refuse_attentions, with_kwargs=True)
+    backbones = [] if getattr(model.config, "sub_configs", None) else find_token_readers(model)
+    for backbone in backbones:
+        backbone.register_forward_hook(functools.partial(_join_scores, mesh.get_group()))
+    if not backbones:  # towers for images give scores that nobody joins
+        model.register_forward_pre_hook(_refuse_scores, with_kwargs=True)
 
 
-def _refuse_attentions(model: PreTrainedModel, args: tuple, kwargs: dict) -> None:
+def _join_scores(group: dist.ProcessGroup, backbone: nn.Module, args: tuple, outputs: ModelOutput) -> ModelOutput:
+    """Let the attention scores [rows, heads, queries, keys] that a call asks for be those of all heads."""
+    heads, _ = read_attention_heads(backbone) or (0, 0)
+
+    def join(scores: object) -> object:
+        if not torch.is_tensor(scores) or scores.dim() != 4 or scores.shape[1] == heads:
+            return scores
+        if scores.shape[1] * group.size() != heads:
+            raise NotImplementedError(_NEEDS_ALL_HEADS)
+        return join_last_dim(scores.movedim(1, -1), group).movedim(-1, 1)
+
+    if isinstance(outputs, tuple):
+        if any(
+            torch.is_tensor(value) and value.dim() == 4
+            for part in outputs
+            if isinstance(part, tuple)
+            for value in part
+        ):
+            raise NotImplementedError(f"{_NEEDS_ALL_HEADS}, and so does return_dict=True")
+        return outputs
+    for name in ("attentions", "cross_attentions"):
+        if isinstance(outputs.get(name), tuple):
+            outputs[name] = tuple(map(join, outputs[name]))
+    return outputs
+
+
+def _refuse_scores(model: PreTrainedModel, args: tuple, kwargs: dict) -> None:
     """Refuse scores of which each rank would have those of its heads."""
     if kwargs.get("output_attentions", model.config.output_attentions):
-        raise NotImplementedError("hf_parallel: output_attentions=True needs all heads on one rank; tp_size=1 works")
+        raise NotImplementedError(_NEEDS_ALL_HEADS)
 
 
 def retie(model: nn.Module, by_script: dict[str, str] | None = None) -> None:
