@@ -38,15 +38,18 @@ def read_states(
             module.p = 0.0
     if spec:
         hf_parallel.parallelize(model, spec)
-    tokens = torch.arange(4, 70).view(2, 33)
+    tokens = torch.arange(4, 70, device=model.device).view(2, 33)
     batch = {"input_ids": tokens, **({"decoder_input_ids": tokens[:, :7]} if name in ("t5", "bart") else {})}
     outputs = model(**batch, **{f"output_{kind}": asked})
     parts = [outputs.get(key) or () for key in (kind, f"encoder_{kind}", f"decoder_{kind}", f"cross_{kind}")]
     states = [state for part in parts for state in part if state is not None]
-    loss = sum((state * torch.linspace(-1, 1, state.shape[-2])[:, None]).square().mean() for state in states)
+    loss = sum(
+        (state * torch.linspace(-1, 1, state.shape[-2], device=model.device)[:, None]).square().mean()
+        for state in states
+    )
     loss.backward()
     norms = {key: norm_of(p.grad) for key, p in model.named_parameters() if p.grad is not None}
-    return [state.detach() for state in states], norms
+    return [state.detach().cpu() for state in states], norms
 
 
 def norm_of(gradient: torch.Tensor) -> float:

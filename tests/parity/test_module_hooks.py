@@ -93,11 +93,11 @@ def train_through_hooks(folder: str, spec: str | None, earlier: bool) -> dict[st
     model, optimizer = Accelerator().prepare(model, optimizer)
     if not earlier:
         hook_layers()
-    tokens = torch.arange(66).view(2, 33)
+    tokens = torch.arange(66, device=model.device).view(2, 33)
     for step in range(2):
         model(input_ids=tokens)
         (state,) = kept.values()
-        (state * torch.linspace(-1, 1, 33)[:, None]).square().mean().backward()
+        (state * torch.linspace(-1, 1, 33, device=model.device)[:, None]).square().mean().backward()
         norms = {name: norm_of(p.grad) for name, p in model.named_parameters() if p.grad is not None}
         if step == 0:
             optimizer.step()
