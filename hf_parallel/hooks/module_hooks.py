@@ -93,7 +93,8 @@ def _tell_of_hook(model: nn.Module, name: str | None, kind: str = "") -> None:
 def _find_caller() -> str:
     """Return the name of the package that calls a function which is replaced here."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "hf_parallel":
+    ours = ("hf_parallel", "contextlib")  # which stands between, where a hook is set in a context of ours
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ours:
         frame = frame.f_back
     return frame.f_globals.get("__name__", "").partition(".")[0]
 

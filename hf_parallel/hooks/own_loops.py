@@ -36,6 +36,7 @@ from hf_parallel.apply.weights import (
 from hf_parallel.ask.session import of_process, of_session
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.data.copies import find_resting_parameter
+from hf_parallel.axes.data.stopped_pass import end_unannounced_backward
 from hf_parallel.axes.data.units import keeps_apart, place_gradients, sum_in_one_dtype
 from hf_parallel.axes.pipeline.batches import find_leaves
 from hf_parallel.axes.pipeline.stage_runner import pipelines_of
@@ -340,12 +341,23 @@ def _refuse_optimizer_of_plain_model(optimizer: Optimizer, args: tuple, kwargs: 
 def backward(original: Callable, tensors: Any, *args: object, **kwargs: object) -> None:
     """Look at what has gradients while no model is parallel: after the first backward passes, and later ever less.
 
-    Look before a script's backward pass at penalties of weights, of which a stage of a pipeline has its part.
+    Look before a script's backward pass at penalties of weights, of which a stage of a pipeline has its part, and
+    after it at gradients that FSDP2 has not reduced.
     """
     if _trains_together():
         _refuse_penalty_of_stages([tensors] if torch.is_tensor(tensors) else tensors)
-    original(tensors, *args, **kwargs)
+    try:
+        original(tensors, *args, **kwargs)
+    except RuntimeError as error:
+        if "storage of size 0" not in str(error):
+            raise
+        raise NotImplementedError(
+            "hf_parallel: the loss reads what was put aside in the middle of a layer, whose weights are not gathered "
+            "for it; what a hook keeps (module.register_forward_hook) works, and so does zero_stage=2"
+        ) from error
     if _trains_together():
+        for model in list_parallel_models() if torch._C._current_graph_task_id() == -1 else ():
+            end_unannounced_backward(model)
         seen = of_session(_Seen)
         seen.backwards += 1
         if not list_parallel_models() and seen.backwards & (seen.backwards - 1) == 0:

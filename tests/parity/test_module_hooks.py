@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_parallel.hooks import report
-from tests.distributed import run, run_alone
+from tests.distributed import RankFailure, run, run_alone
 from tests.training import activate, axes
 
 
@@ -117,3 +117,36 @@ def test_a_loss_of_what_a_hook_keeps(runs, spec, earlier):
     expected = run_alone(train_through_hooks, folder, None, earlier)
     for norms in run(train_through_hooks, 2, folder, spec, earlier, init=False):
         assert norms == pytest.approx(expected, rel=1e-4)  # means of two ranks' sums
+
+
+def train_through_forward(folder: str, spec: str | None) -> dict[str, float]:
+    """Gradient norms of a loss that reads only what a script's own forward of the last MLP has put aside."""
+    activate(spec)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    mlp = model.model.layers[-1].mlp
+    own, kept = mlp.forward, []
+    mlp.forward = lambda states: kept.append(own(states)) or kept[-1]
+    model, optimizer = Accelerator().prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    for step in range(2):
+        model(input_ids=torch.arange(66, device=model.device).view(2, 33))
+        kept[-1].square().mean().backward()
+        norms = {name: norm_of(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        if step == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return norms
+
+
+@pytest.mark.parametrize("spec", ["dp_replicate=2", "dp_shard=2,zero_stage=2"])
+def test_a_loss_of_what_a_forward_puts_aside(runs, spec):
+    """FSDP2 reduced nothing, in silence: it waits for gradients of a unit's outputs."""
+    folder = runs.initial("llama", vocab_size=515)
+    expected = run_alone(train_through_forward, folder, None)
+    for norms in run(train_through_forward, 2, folder, spec, init=False):
+        assert norms == pytest.approx(expected, rel=1e-4)
+
+
+def test_what_is_put_aside_without_weights_is_refused(runs):
+    """Those of a unit are freed after its forward pass."""
+    with pytest.raises(RankFailure, match="put aside in the middle of a layer.*zero_stage=2"):
+        run(train_through_forward, 2, runs.initial("llama", vocab_size=515), "dp_shard=2", init=False)

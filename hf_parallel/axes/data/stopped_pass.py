@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from hf_parallel.axes.data.gathered_once import is_kept_gathered
-from hf_parallel.axes.data.units import get_groups_of, get_state_of, iterate_sharded_modules
+from hf_parallel.axes.data.units import get_groups, get_groups_of, get_state_of, iterate_sharded_modules
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -50,3 +51,21 @@ def _let_gradient_end_pass(held: FSDPParam, state: FSDPState) -> None:
     if copy.requires_grad and not hasattr(copy, _ENDS_PASS):
         setattr(copy, _ENDS_PASS, True)
         copy.register_post_accumulate_grad_hook(lambda parameter: state._register_root_post_backward_final_callback())
+
+
+def end_unannounced_backward(model: nn.Module) -> None:
+    """Reduce the gradients of a backward pass that came to no output of a unit, of which FSDP2 knows nothing.
+
+    A loss may read only what a replaced forward has put aside in the middle of a unit.
+    """
+    if not isinstance(model, FSDPModule) or not get_state_of(model)._is_root:
+        return
+    root = get_state_of(model)
+    gathered = [group for state in root._state_ctx.all_states for group in get_groups(state) if group.is_unsharded]
+    if any(group.reduce_grads and any(map(_has_gradient, group.fsdp_params)) for group in gathered):
+        root._root_post_backward_final_callback()
+
+
+def _has_gradient(held: FSDPParam) -> bool:
+    copy = getattr(held, "_unsharded_param", None)
+    return copy is not None and copy.grad is not None

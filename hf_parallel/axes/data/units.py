@@ -44,7 +44,11 @@ def get_state_of(unit: nn.Module | FSDPModule) -> FSDPState:
 
 def get_groups_of(unit: nn.Module | FSDPModule) -> list[FSDPParamGroup]:
     """Return the parameters of one unit that are gathered and reduced together; in torch 2.11 one group at most."""
-    state = get_state_of(unit)
+    return get_groups(get_state_of(unit))
+
+
+def get_groups(state: FSDPState) -> list[FSDPParamGroup]:
+    """Return those of the unit with this record."""
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
