@@ -6,6 +6,7 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_parallel.axes.data import zero
 from hf_parallel.hooks import report
 from tests.distributed import RankFailure, run, run_alone
 from tests.training import activate, axes
@@ -120,10 +121,11 @@ def test_a_loss_of_what_a_hook_keeps(runs, spec, earlier):
 
 
 def train_through_forward(folder: str, spec: str | None) -> dict[str, float]:
-    """Gradient norms of a loss that reads only what a script's own forward of the last MLP has put aside."""
+    """Gradient norms of a loss that reads only what a script's own forward of the first MLP has put aside."""
+    zero.BUCKET = 25 * 1024**2  # replicas of so few gradients are one unit
     activate(spec)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    mlp = model.model.layers[-1].mlp
+    mlp = model.model.layers[0].mlp
     own, kept = mlp.forward, []
     mlp.forward = lambda states: kept.append(own(states)) or kept[-1]
     model, optimizer = Accelerator().prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
