@@ -14,7 +14,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from hf_parallel.axes.data.gathered_once import is_kept_gathered
-from hf_parallel.axes.data.units import get_groups, get_groups_of, get_state_of, iterate_sharded_modules
+from hf_parallel.axes.data.units import (
+    get_groups,
+    get_groups_of,
+    get_state_of,
+    iterate_sharded_modules,
+    reduce_whole_gradients,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -63,7 +69,7 @@ def end_unannounced_backward(model: nn.Module) -> None:
     root = get_state_of(model)
     gathered = [group for state in root._state_ctx.all_states for group in get_groups(state) if group.is_unsharded]
     if any(group.reduce_grads and any(map(_has_gradient, group.fsdp_params)) for group in gathered):
-        root._root_post_backward_final_callback()
+        reduce_whole_gradients(model)
 
 
 def _has_gradient(held: FSDPParam) -> bool:
