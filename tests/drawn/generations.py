@@ -63,8 +63,6 @@ OPTIONS: dict[str, tuple] = {
 WAYS: dict[str, tuple] = {
     "model": ("llama", *trainers.DECODERS, *trainers.DECODERS, *EXPERTS, "t5", "bart"),
     "lora": ((), (("r", 3), ("target_modules", "all-linear"))),
-    "dropout_of_adapters": (0.0,),
-    "frozen": ("nothing",),
     "rows": (3, 1, 4),
     "prompts": ("alike", "padded", "of_each_rank", "of_lengths_of_each_rank"),
     "from": ("tokens", "embeddings", "beginning"),
@@ -128,7 +126,7 @@ def fit(chosen: Choices) -> Choices:
         plain |= {"from"}
     elif chosen["from"] == "beginning":
         plain |= {"rows", "prompts"}
-    return {**chosen, **{name: PLAIN[name] for name in plain if name not in chosen or chosen[name] != PLAIN[name]}}
+    return {**chosen, **{name: PLAIN[name] for name in plain}}
 
 
 def prefer_even(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

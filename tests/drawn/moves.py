@@ -5,7 +5,6 @@ checkpoints that `hf-parallel export` makes. Compared with one process that neve
 state, the set of gradients of the last steps and the saved folder.
 """
 
-import os
 import shutil
 from typing import Any
 
@@ -82,8 +81,8 @@ def parts_of(chosen: Choices, spec: str) -> list[tuple[str, str | None]]:
     """What comes after another: a training in a place, or a checkpoint that is written anew."""
     parts: list[tuple[str, str | None]] = [("0", spec)]
     for number in MOVES:
-        if chosen[f"way_{number}"] == "exported":
-            parts.append((f"export {number}", None))
+        if chosen[f"way_{number}"] in ("copied", "exported"):
+            parts.append((f"{chosen[f'way_{number}']} {number}", None))
         parts.append((str(number), chosen[f"place_{number}"]))
     return parts
 
@@ -100,12 +99,8 @@ def checkpoint(chosen: Choices, out: str, number: int) -> Any:
     match chosen[f"way_{number}"]:
         case "newest":
             return True
-        case "copied":
-            if os.environ.get("RANK", "0") == "0" and not os.path.exists(f"{out}/copy {number}"):
-                shutil.copytree(newest, f"{out}/copy {number}")
-            return f"{out}/copy {number}"
-        case "exported":
-            return f"{out}/exported {number}/checkpoint-{number * OF_A_PLACE}"
+        case "copied" | "exported":
+            return f"{out}/{chosen[f'way_{number}']} {number}/checkpoint-{number * OF_A_PLACE}"
         case _:
             return newest
 
@@ -123,12 +118,13 @@ class Saves(trainers.TrainerCallback):
 
 def script(chosen: Choices, folder: str, out: str, spec: str | None, part: str = "whole") -> dict[str, Any]:
     """What the script does and finds, by name, in the place that `part` names."""
-    if part.startswith("export"):  # refused where a checkpoint is plain Trainer's already
+    if part.startswith(("copied", "exported")):
         number = int(part.split()[-1])
         name = f"checkpoint-{number * OF_A_PLACE}"
-        source = f"{home(chosen, out, number - 1)}/{name}"
-        if cli.main(["export", source, f"{out}/exported {number}/{name}", "--trainer"]):
-            shutil.copytree(source, f"{out}/exported {number}/{name}")
+        source, place = f"{home(chosen, out, number - 1)}/{name}", f"{out}/{part}/{name}"
+        # An export is refused where a checkpoint is plain Trainer's already.
+        if part.startswith("copied") or cli.main(["export", source, place, "--trainer"]):
+            shutil.copytree(source, place)
         return {}
     whole, number = part == "whole", 0 if part == "whole" else int(part)
     data_ranks = activate(spec)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from accelerate import Accelerator
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import hf_parallel
 from hf_parallel.axes.data import zero
 from hf_parallel.hooks import report
 from tests.distributed import RankFailure, run, run_alone
@@ -99,15 +99,15 @@ def train_through_hooks(folder: str, spec: str | None, earlier: bool) -> dict[st
         model(input_ids=tokens)
         (state,) = kept.values()
         (state * torch.linspace(-1, 1, 33, device=model.device)[:, None]).square().mean().backward()
-        norms = {name: norm_of(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        norms = {
+            name: hf_parallel.full_tensor(p.grad).norm().item()
+            for name, p in model.named_parameters()
+            if p.grad is not None
+        }
         if step == 0:
             optimizer.step()
             optimizer.zero_grad()
     return norms
-
-
-def norm_of(gradient: torch.Tensor) -> float:
-    return float(gradient.full_tensor().norm() if isinstance(gradient, DTensor) else gradient.norm())
 
 
 @pytest.mark.parametrize("earlier", [False, True])
@@ -132,7 +132,11 @@ def train_through_forward(folder: str, spec: str | None) -> dict[str, float]:
     for step in range(2):
         model(input_ids=torch.arange(66, device=model.device).view(2, 33))
         kept[-1].square().mean().backward()
-        norms = {name: norm_of(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        norms = {
+            name: hf_parallel.full_tensor(p.grad).norm().item()
+            for name, p in model.named_parameters()
+            if p.grad is not None
+        }
         if step == 0:
             optimizer.step()
             optimizer.zero_grad()

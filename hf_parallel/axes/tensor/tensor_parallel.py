@@ -111,16 +111,22 @@ def apply_tensor_parallel(
             else:
                 put_mixin_on(module, PartialGradient, region)
         region.owner.register_forward_hook(region.close, always_call=True)
-    backbones = [] if getattr(model.config, "sub_configs", None) else find_token_readers(model)
+    whole: Any = model
+    backbones = [] if whole.config.sub_configs else find_token_readers(model)
+    decoder = whole.get_decoder() if whole.config.is_encoder_decoder else None
     for backbone in backbones:
-        backbone.register_forward_hook(functools.partial(_join_scores, mesh.get_group()))
+        heads, _ = read_attention_heads(backbone) or (0, 0)
+        if backbone is decoder:
+            heads = getattr(whole.config, "decoder_attention_heads", heads)  # the others are the encoder's
+        backbone.register_forward_hook(functools.partial(_join_scores, mesh.get_group(), heads))
     if not backbones:  # towers for images give scores that nobody joins
         model.register_forward_pre_hook(_refuse_scores, with_kwargs=True)
 
 
-def _join_scores(group: dist.ProcessGroup, backbone: nn.Module, args: tuple, outputs: ModelOutput) -> ModelOutput:
+def _join_scores(
+    group: dist.ProcessGroup, heads: int, backbone: nn.Module, args: tuple, outputs: ModelOutput
+) -> ModelOutput:
     """Let the attention scores [rows, heads, queries, keys] that a call asks for be those of all heads."""
-    heads, _ = read_attention_heads(backbone) or (0, 0)
 
     def join(scores: object) -> object:
         if not torch.is_tensor(scores) or scores.dim() != 4 or scores.shape[1] == heads:
